@@ -1,0 +1,12 @@
+"""Which command lies in which file, and in which order `eyas --help` lists them."""
+
+import typer
+
+from eyas.cli import run, stage_commands, status
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(run.run)
+    for name, command in stage_commands.COMMANDS.items():
+        app.command(name)(command)
+    app.command()(status.status)

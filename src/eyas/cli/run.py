@@ -1,0 +1,22 @@
+"""`eyas run`: all stages in order."""
+
+from typing import Annotated
+
+import typer
+
+from eyas.cli.options import Limit, Overrides, RecipePath, read_run
+from eyas.errors import RecipeError
+
+
+def run(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    limit: Limit = 0,
+    redo: Annotated[str, typer.Option(help="First stage to do again, with all that follow.", metavar="STAGE")] = "",
+) -> None:
+    """Do every stage in order, skipping what is finished: prepare, capture, verify, train, evaluate, export."""
+    from eyas.stages import run_all, stage_names
+
+    if redo and redo not in stage_names():
+        raise RecipeError(f"--redo {redo}: no such stage", expected=", ".join(stage_names()))
+    run_all(read_run(recipe, set_, limit), redo=redo)

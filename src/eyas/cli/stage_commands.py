@@ -1,0 +1,49 @@
+"""One command for each stage: `eyas prepare` ... `eyas export`."""
+
+from eyas.cli.options import Limit, Overrides, RecipePath, Redo, read_run
+
+
+def _stage(name: str, recipe: RecipePath, set_: Overrides, limit: Limit, redo: Redo) -> None:
+    from eyas.stages import run_stage
+
+    run_stage(read_run(recipe, set_, limit), name, redo=redo)
+
+
+def prepare(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
+    """Turn conversations into token ids and loss masks (tokens/)."""
+    _stage("prepare", recipe, set_, limit, redo)
+
+
+def capture(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
+    """Run the target over the tokens and store its hidden states (store/)."""
+    _stage("capture", recipe, set_, limit, redo)
+
+
+def verify(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
+    """Prove that the store holds what was captured: checksums, shapes, values, accounting."""
+    _stage("verify", recipe, set_, limit, redo)
+
+
+def train(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
+    """Train the drafter from the store (train/step-N/)."""
+    _stage("train", recipe, set_, limit, redo)
+
+
+def evaluate(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
+    """Measure acceptance on held-out samples: replay from the store and reference decoding (eval.json)."""
+    _stage("evaluate", recipe, set_, limit, redo)
+
+
+def export(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
+    """Write the drafter as a folder that SGLang and vLLM load (export/)."""
+    _stage("export", recipe, set_, limit, redo)
+
+
+COMMANDS = {
+    "prepare": prepare,
+    "capture": capture,
+    "verify": verify,
+    "train": train,
+    "evaluate": evaluate,
+    "export": export,
+}

@@ -1,0 +1,32 @@
+"""`eyas status`: what is finished, what is going on, what went wrong last."""
+
+import shutil
+import time
+
+from eyas.cli.options import Limit, Overrides, RecipePath, read_run
+
+
+def status(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None:
+    """Say stage, rate, ETA, disk left and the last error of a run."""
+    from eyas.progress import duration, read_status, size
+    from eyas.record import load_record
+    from eyas.stages import last_error, stage_names
+
+    run = read_run(recipe, set_, limit)
+    print(f"run       {run.dir}")
+    for name in stage_names():
+        record = load_record(run.dir, name)
+        print(f"{name:9} " + (f"done {record.finished}, {duration(record.duration_s)}" if record else "not finished"))
+    now = read_status(run.logs_dir)
+    if now is not None:
+        age_s = time.time() - now["updated"]
+        eta = f", {duration(now['eta_s'])} left" if now["eta_s"] and now["done"] < now["total"] else ""
+        note = f", {now['note']}" if now["note"] else ""
+        print(
+            f"last seen {now['stage']}: {now['done']:,.0f} of {now['total']:,.0f} {now['unit']}, {now['rate']:,.1f}/s{eta}{note} ({duration(age_s)} ago)"
+        )
+    folder = next(path for path in (run.dir, *run.dir.parents) if path.exists())
+    print(f"disk left {size(shutil.disk_usage(folder).free)} at {folder}")
+    error = last_error(run)
+    if error is not None:
+        print(f"last error, {error['stage']}, {duration(time.time() - error['time'])} ago:\n{error['error']}")

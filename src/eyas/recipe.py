@@ -1,0 +1,297 @@
+"""The recipe: one strict TOML file that says everything a run needs.
+
+Unknown keys are refused with the nearest name. Every field has a description with its unit; `eyas init` writes them
+as comments. `--set table.key=value` overrides a key; the value is read as TOML, or as a plain string where that fails.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from eyas.errors import RecipeError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Table(BaseModel):
+    """A table of the recipe: unknown keys are errors, values are never coerced silently."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Target(Table):
+    path: str = Field(
+        description="Folder (or hub name already in the local cache) of the target model, in Transformers' layout."
+    )
+    revision: str = Field("", description="Revision of a hub name; empty for a local folder.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the checkpoint. Off unless you trust it."
+    )
+
+
+class Source(Table):
+    path: str = Field(
+        description="File or glob of records: .jsonl, .jsonl.gz or .parquet; relative to the recipe file."
+    )
+    name: str = Field("", description="Name in counts and reports; default: the file's name.")
+    format: Literal["auto", "messages", "conversations", "tokens"] = Field(
+        "auto",
+        description="Record form: `messages` (role/content), `conversations` (from/value), `tokens` (input_ids + loss_mask, or "
+        "prompt_ids + response_ids); `auto` goes by the keys and says what it took.",
+    )
+    split: Literal["auto", "train", "heldout"] = Field(
+        "auto",
+        description="Split of its samples; `auto`: the record's own `split` key, else data.heldout_fraction decides.",
+    )
+
+
+class Data(Table):
+    sources: list[Source] = Field(
+        min_length=1, description="Where conversations come from, one [[data.sources]] table each."
+    )
+    max_tokens: int = Field(4096, ge=8, description="Longest sample, tokens.")
+    too_long: Literal["truncate", "reject"] = Field("truncate", description="What happens to a longer one.")
+    min_supervised_tokens: int = Field(
+        1, ge=1, description="Samples with fewer supervised tokens are rejected, tokens."
+    )
+    heldout_fraction: Fraction = Field(
+        0.02, description="Share of conversations kept out of training where no split is given."
+    )
+    template: str = Field(
+        "", description="Jinja file with a chat template; default: the tokenizer's own. Relative to the recipe file."
+    )
+    template_args: dict[str, Any] = Field(
+        default_factory=dict, description="Extra arguments for the chat template, such as enable_thinking."
+    )
+    seed: int = Field(0, description="Seed of the shuffle and of the held-out split.")
+    limit: int = Field(
+        0, ge=0, description="Most samples taken; 0: all. `--limit 50` sets it and names the run NAME-limit50."
+    )
+
+
+class Engine(Table):
+    kind: Literal["local"] = Field("local", description="What runs the target: `local` is Transformers in process.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Number type the target runs in.")
+    device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`...")
+
+
+class Capture(Table):
+    batch_tokens: int = Field(
+        4096, ge=1, description="Most tokens in one forward of the local engine, padding included."
+    )
+
+
+class Store(Table):
+    url: str = Field(
+        "", description="Where hidden states go: a folder or fsspec URL; default: store/ in the run's folder."
+    )
+    encoding: Literal["bf16", "fp8"] = Field(
+        "bf16", description="Aux hidden states: bf16, or fp8 (e4m3, one scale per token and layer)."
+    )
+    final_encoding: Literal["bf16", "fp8"] = Field(
+        "bf16", description="Final hidden states: bf16, or fp8 with one scale per token."
+    )
+    shard_bytes: int = Field(1 << 30, ge=1 << 16, description="Aimed size of one shard, bytes.")
+    max_bytes: int = Field(0, ge=0, description="Budget for the whole store, bytes; 0: none.")
+    min_free_bytes: int = Field(
+        2 << 30, ge=0, description="Capture stops before the disk has less than this free, bytes."
+    )
+
+
+class Drafter(Table):
+    aux_layer_ids: list[int] = Field(
+        default_factory=list,
+        description="Three layers whose states feed the drafter: id i = residual stream after i decoder layers "
+        "(0 = embeddings). Empty: [2, n//2, n-3].",
+    )
+    intermediate_size: int = Field(0, ge=0, description="MLP width; 0: the target's.")
+    num_attention_heads: int = Field(0, ge=0, description="Query heads; 0: the target's.")
+    num_key_value_heads: int = Field(0, ge=0, description="Key/value heads; 0: the target's.")
+
+    @model_validator(mode="after")
+    def _three_rising_ids(self) -> "Drafter":
+        ids = self.aux_layer_ids
+        if ids and (len(ids) != 3 or sorted(set(ids)) != ids or ids[0] < 0):
+            raise ValueError(f"aux_layer_ids must be three rising layer ids, got {ids}")
+        return self
+
+
+class Train(Table):
+    draft_vocab_size: int = Field(
+        32000, ge=16, description="Size of the draft vocabulary, tokens; at most the target's."
+    )
+    epochs: float = Field(2.0, gt=0, description="Passes over the training samples.")
+    batch_tokens: int = Field(
+        4096, ge=8, description="Token budget of one packed row; longer samples get a row of their own."
+    )
+    accumulation: int = Field(1, ge=1, description="Packed rows per optimizer step.")
+    ttt_steps: int = Field(
+        7, ge=1, le=16, description="Steps of the training-time test (how many drafts in a row it trains)."
+    )
+    ttt_decay: float = Field(0.8, gt=0, le=1, description="Weight of step k is ttt_decay^k.")
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
+    warmup: Fraction = Field(
+        0.03, description="Share of the steps in which lr rises to its peak; cosine to min_lr_ratio after."
+    )
+    min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of lr.")
+    clip: float = Field(0.5, gt=0, description="Largest norm of the gradient.")
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Number type of matrix products; masters and optimizer are fp32."
+    )
+    device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`...")
+    seed: int = Field(0, description="Seed of initial weights and sample order.")
+    checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    eval_every: int = Field(200, ge=1, description="Steps between measurements on held-out samples.")
+    eval_samples: int = Field(64, ge=1, description="Held-out samples measured while training.")
+
+
+class Evaluate(Table):
+    drafts: int = Field(3, ge=1, le=16, description="Tokens drafted in a row (chain) before each verification.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature of reference decoding; 0 is greedy.")
+    decode_prompts: int = Field(
+        16, ge=0, description="Held-out prompts decoded in process; 0 skips reference decoding."
+    )
+    decode_tokens: int = Field(48, ge=1, description="Tokens decoded for each.")
+    seed: int = Field(0, description="Seed of sampling at temperature > 0.")
+
+
+class Export(Table):
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Number type of the exported weights."
+    )
+    sglang_version: str = Field(
+        "0.5.23", description="SGLang release whose layer-id rule the folder follows (0.5.11 to 0.5.23)."
+    )
+
+
+class Recipe(Table):
+    """All a run needs. Relative paths of inputs are relative to the recipe file, `runs_dir` to the current folder."""
+
+    name: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="The run's name: its folder is runs_dir/name. Default: the file's name.",
+    )
+    runs_dir: str = Field("runs", description="Folder that holds runs.")
+    target: Target
+    data: Data
+    engine: Engine = Engine()
+    capture: Capture = Capture()
+    store: Store = Store()
+    drafter: Drafter = Drafter()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: the TOML file.
+        overrides: `table.key=value` strings.
+    Returns: the recipe with its name filled in and its input paths made absolute.
+    Raises: RecipeError (exit code 2), naming file, key, and the nearest known key.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"{path}: no such recipe",
+            cause="a typing error, or none was made yet",
+            next="eyas init --target MODEL_FOLDER",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}", next=f"mend that line of {path}") from None
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise RecipeError(
+            f"{path}: {_explain(error)}", next=f"edit {path}, or override with --set table.key=value"
+        ) from None
+    return _resolve(recipe, path)
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise RecipeError(
+            f"--set {override}: no key=value", expected="--set table.key=value, such as --set train.lr=1e-4"
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *tables, last = key.strip().split(".")
+    node = raw
+    for table in tables:
+        node = node.setdefault(table, {})
+        if not isinstance(node, dict):
+            raise RecipeError(f"--set {override}: {table} is no table of single keys", expected="--set table.key=value")
+    node[last] = value
+
+
+def _explain(error: ValidationError) -> str:
+    """One line a fault: key, what is wrong, and the nearest known key for an unknown one."""
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            known = known_keys()
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) or [
+                name for name in known if name.rsplit(".", 1)[-1] == str(fault["loc"][-1])
+            ]
+            lines.append(f"unknown key `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
+        else:
+            seen = "" if fault["type"] == "missing" else f" (got {fault['input']!r})"
+            lines.append(f"`{key}`: {fault['msg']}{seen}")
+    return "\n  ".join(lines)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as TOML that `load_recipe` reads back to an equal one, from any folder."""
+    return tomli_w.dumps(recipe.model_dump())
+
+
+def known_keys() -> list[str]:
+    """Every key of a recipe, as table.key; list tables without their index."""
+    keys = []
+    for name, field in Recipe.model_fields.items():
+        table = field.annotation
+        if isinstance(table, type) and issubclass(table, Table):
+            keys.append(name)
+            keys += [f"{name}.{key}" for key in table.model_fields]
+        else:
+            keys.append(name)
+    return keys + [f"data.sources.0.{key}" for key in Source.model_fields]
+
+
+def _resolve(recipe: Recipe, path: Path) -> Recipe:
+    """Make input paths absolute (relative to the recipe file) and give the run a name."""
+    folder = path.resolve().parent
+
+    def absolute(text: str) -> str:
+        expanded = Path(text).expanduser()
+        return str(expanded if expanded.is_absolute() else folder / expanded)
+
+    sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources]
+    data = recipe.data.model_copy(
+        update={"sources": sources, "template": recipe.data.template and absolute(recipe.data.template)}
+    )
+    target_path = recipe.target.path
+    # A hub name ("org/model") looks like a relative path: it is one only if that folder is there.
+    if target_path.startswith((".", "~", "/")) or (folder / target_path).exists():
+        target_path = absolute(target_path)
+    target = recipe.target.model_copy(update={"path": target_path})
+    update = {"name": recipe.name or path.stem, "runs_dir": str(Path(recipe.runs_dir).expanduser().resolve())}
+    return recipe.model_copy(update=update | {"data": data, "target": target})

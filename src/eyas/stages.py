@@ -1,0 +1,155 @@
+"""The stages in order, and the one rule that they all follow: skip what a record proves, refuse what changed.
+
+A stage is a module with two functions, found by name (so that `eyas --help` imports none of them):
+
+    inputs(run) -> flat JSON-able pairs that the result depends on
+    execute(run) -> Result(output digest, counts)
+
+`discard(run)`, where a stage has it, removes its output for `--redo`; without it `execute` overwrites.
+Stages never import one another: they meet through files.
+"""
+
+import importlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from eyas import fs
+from eyas.errors import EyasError, Interrupted, RecipeError, from_os_error
+from eyas.progress import duration, say
+from eyas.record import Inputs, Record, changed_input, load_record, record_path, save_record
+from eyas.run import Run, save_recipe
+
+STAGES = {
+    "prepare": "eyas.data.prepare",
+    "capture": "eyas.capture.run",
+    "verify": "eyas.store.stage",
+    "train": "eyas.train.loop",
+    "evaluate": "eyas.evaluate.stage",
+    "export": "eyas.export.stage",
+}
+ERROR_FILE = "last_error.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage made: the digest that later stages depend on, and figures for people."""
+
+    output: str
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
+class Stage(Protocol):
+    def inputs(self, run: Run) -> Inputs: ...
+
+    def execute(self, run: Run) -> Result: ...
+
+
+def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
+    """Bring one stage to its end: skip, refuse, or execute and write its record last.
+
+    Raises: RecipeError where an input changed under the finished stage, or an earlier stage is missing; and
+        whatever the stage raises.
+    """
+    stage = cast(Stage, importlib.import_module(STAGES[name]))
+    with noting_errors(run, name):
+        upstream = _upstream(run, name)
+        inputs = upstream | stage.inputs(run)
+        done = load_record(run.dir, name)
+        if done is not None and not redo:
+            change = changed_input(done, inputs)
+            if not change:
+                say(f"{name}: done already on {done.finished} with the same inputs; skipped")
+                return done
+            raise RecipeError(
+                f"{name} is finished in {run.dir}, but {change}",
+                cause="the recipe, the data or an earlier stage changed since",
+                next=f"{run.command('run', '--redo', name)}   # redoes it and what follows; --set name=OTHER keeps both",
+            )
+        if redo:
+            _discard(run, name, stage)
+        save_recipe(run)
+        started = time.monotonic()
+        result = stage.execute(run)
+        record = Record(name, inputs, result.output, result.counts, round(time.monotonic() - started, 2))
+        save_record(run.dir, record)
+        say(f"{name}: done in {duration(record.duration_s)}")
+        return cast(Record, load_record(run.dir, name))
+
+
+def run_all(run: Run, *, redo: str = "") -> dict[str, Record]:
+    """All stages in order; `redo` names the first stage to do again (it and all after it)."""
+    records, again = {}, False
+    for name in STAGES:
+        again = again or name == redo
+        records[name] = run_stage(run, name, redo=again)
+    return records
+
+
+def _upstream(run: Run, name: str) -> Inputs:
+    """The output of the stage before, as an input of this one."""
+    order = list(STAGES)
+    position = order.index(name)
+    if position == 0:
+        return {}
+    before = load_record(run.dir, order[position - 1])
+    if before is None:
+        raise RecipeError(
+            f"{name}: the stage before it, {order[position - 1]}, is not finished in {run.dir}",
+            next=f"{run.command('run')}   # does all stages in order",
+        )
+    return {f"output of {order[position - 1]}": before.output}
+
+
+def _discard(run: Run, name: str, stage: Stage) -> None:
+    """Remove a stage's record first, then its output, so that a kill between the two leaves no false proof."""
+    record_path(run.dir, name).unlink(missing_ok=True)
+    discard = getattr(stage, "discard", None)
+    if discard is not None:
+        discard(run)
+
+
+@contextmanager
+def noting_errors(run: Run, name: str) -> Iterator[None]:
+    """Keep the last error for `eyas status`, and turn full or read-only disks into the user's words."""
+    try:
+        yield
+    except OSError as error:
+        told = from_os_error(error)
+        if told is None:
+            raise
+        _note(run, name, told)
+        raise told from error
+    except EyasError as error:
+        if not isinstance(error, Interrupted):
+            _note(run, name, error)
+        raise
+
+
+def _note(run: Run, name: str, error: EyasError) -> None:
+    try:
+        fs.write_json(run.logs_dir / ERROR_FILE, {"stage": name, "error": str(error), "time": time.time()})
+    except OSError:
+        say(f"{run.logs_dir}: this error could not be noted there for `eyas status`")
+
+
+def last_error(run: Run) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads((run.logs_dir / ERROR_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder of this run's own making; absent is fine."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def stage_names() -> Sequence[str]:
+    return list(STAGES)
