@@ -41,8 +41,8 @@ class Source(Table):
     name: str = Field("", description="Name in counts and reports; default: the file's name.")
     format: Literal["auto", "messages", "conversations", "tokens"] = Field(
         "auto",
-        description="Record form: `messages` (role/content), `conversations` (from/value), `tokens` (input_ids + loss_mask, or "
-        "prompt_ids + response_ids); `auto` goes by the keys and says what it took.",
+        description="Record form: `messages` (role/content), `conversations` (from/value), `tokens` (input_ids + loss_mask, "
+        "or prompt_ids + response_ids); `auto` goes by the keys and says what it took.",
     )
     split: Literal["auto", "train", "heldout"] = Field(
         "auto",

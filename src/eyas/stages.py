@@ -69,7 +69,7 @@ def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
             raise RecipeError(
                 f"{name} is finished in {run.dir}, but {change}",
                 cause="the recipe, the data or an earlier stage changed since",
-                next=f"{run.command('run', '--redo', name)}   # redoes it and what follows; --set name=OTHER keeps both",
+                next=f"{run.command('run', '--redo', name)}   # from {name} on; --set name=OTHER keeps both",
             )
         if redo:
             _discard(run, name, stage)

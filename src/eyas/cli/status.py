@@ -22,9 +22,8 @@ def status(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None
         age_s = time.time() - now["updated"]
         eta = f", {duration(now['eta_s'])} left" if now["eta_s"] and now["done"] < now["total"] else ""
         note = f", {now['note']}" if now["note"] else ""
-        print(
-            f"last seen {now['stage']}: {now['done']:,.0f} of {now['total']:,.0f} {now['unit']}, {now['rate']:,.1f}/s{eta}{note} ({duration(age_s)} ago)"
-        )
+        done = f"{now['done']:,.0f} of {now['total']:,.0f} {now['unit']}, {now['rate']:,.1f}/s"
+        print(f"last seen {now['stage']}: {done}{eta}{note} ({duration(age_s)} ago)")
     folder = next(path for path in (run.dir, *run.dir.parents) if path.exists())
     print(f"disk left {size(shutil.disk_usage(folder).free)} at {folder}")
     error = last_error(run)
