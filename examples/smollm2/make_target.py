@@ -114,7 +114,7 @@ def read_weights(gguf: GGUFReader) -> dict[str, torch.Tensor]:
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo GGUF's rotary row order for Llama: within a head it interleaves the two halves that Transformers keeps apart."""
+    """Undo GGUF's rotary row order for Llama: it interleaves the two halves of a head that Transformers keeps apart."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
