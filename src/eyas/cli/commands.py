@@ -2,10 +2,11 @@
 
 import typer
 
-from eyas.cli import run, stage_commands, status
+from eyas.cli import init, run, stage_commands, status
 
 
 def register(app: typer.Typer) -> None:
+    app.command()(init.init)
     app.command()(run.run)
     for name, command in stage_commands.COMMANDS.items():
         app.command(name)(command)

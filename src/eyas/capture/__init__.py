@@ -1,0 +1,1 @@
+"""The capture stage: tokens in, hidden states in the store."""
