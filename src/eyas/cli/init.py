@@ -39,7 +39,7 @@ def init(
         if engines or interpreter.fault:
             print(f"engine   {interpreter.path}: {engines or interpreter.fault}")
     if not any(interpreter.engines for interpreter in interpreters):
-        asked = ", ".join(str(interpreter.path) for interpreter in interpreters)
+        asked = ", ".join(str(interpreter.path) for interpreter in interpreters) or "any Python on PATH"
         print(f"engine   no SGLang or vLLM in {asked}; name one with --engine-python PATH")
     print(f"capture  runs the target with engine.kind = {checked.engine.kind!r}, which needs no engine")
     print(f"wrote    {out}")
