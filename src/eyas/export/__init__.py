@@ -1,0 +1,1 @@
+"""The trained drafter as a folder that SGLang and vLLM load."""
