@@ -1,0 +1,1 @@
+"""From files of conversations to one token set: token ids, loss masks, and an account of every record."""
