@@ -2,7 +2,7 @@
 
 import typer
 
-from eyas.cli import init, run, stage_commands, status
+from eyas.cli import init, report, run, stage_commands, status
 
 
 def register(app: typer.Typer) -> None:
@@ -11,3 +11,4 @@ def register(app: typer.Typer) -> None:
     for name, command in stage_commands.COMMANDS.items():
         app.command(name)(command)
     app.command()(status.status)
+    app.command()(report.report)

@@ -14,9 +14,13 @@ def run(
     limit: Limit = 0,
     redo: Annotated[str, typer.Option(help="First stage to do again, with all that follow.", metavar="STAGE")] = "",
 ) -> None:
-    """Do every stage in order, skipping what is finished: prepare, capture, verify, train, evaluate, export."""
+    """Do every stage in order, skipping what is finished, and write the report."""
     from eyas.stages import run_all, stage_names
 
     if redo and redo not in stage_names():
         raise RecipeError(f"--redo {redo}: no such stage", expected=", ".join(stage_names()))
-    run_all(read_run(recipe, set_, limit), redo=redo)
+    described = read_run(recipe, set_, limit)
+    run_all(described, redo=redo)
+    from eyas.report.summary import finish
+
+    finish(described)

@@ -1,0 +1,1 @@
+"""What a run showed, for people: one HTML page and the table that `eyas run` ends with."""

@@ -1,0 +1,155 @@
+"""The report's two charts as inline SVG: no script, no font, no file beside the page.
+
+Colours are CSS classes (`s1`, `s2`, `grid`, `axis`) that the page defines for light and dark. Every point and bar has
+a <title>, which browsers show on hover and screen readers read. 400 units wide, so that text stays legible on a phone.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH = 400
+_LEFT, _RIGHT, _TOP = 42, 12, 22
+_PANEL, _GAP, _BOTTOM = 110, 30, 34
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One measure over the shared x axis.
+
+    Attributes:
+        title: with its unit; stands above the panel.
+        points: (x, y) in rising x.
+        style: CSS class of the line.
+    """
+
+    title: str
+    points: Points
+    style: str
+
+
+def line_chart(panels: Sequence[Panel], x_label: str) -> str:
+    """Panels one above the other over one x axis: measures of different units are not laid over each other.
+
+    Panels without points say so. Returns: an <svg> element.
+    """
+    reach = max((x for panel in panels for x, _ in panel.points), default=1) or 1
+    parts, top = [], _TOP
+    for panel in panels:
+        parts.append(_panel(panel, top, reach))
+        top += _PANEL + _GAP
+    base = top - _GAP
+    for value in ticks(0, reach, 5):
+        x = _LEFT + value / reach * (WIDTH - _LEFT - _RIGHT)
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 15}" text-anchor="middle">{number(value)}</text>')
+    parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{base + 29}" text-anchor="end">{escape(x_label)}</text>')
+    label = ", ".join(panel.title for panel in panels) + f" over {x_label}"
+    return _svg(base + _BOTTOM, label, parts)
+
+
+def _panel(panel: Panel, top: float, reach: float) -> str:
+    base, right = top + _PANEL, WIDTH - _RIGHT
+    parts = [f'<text class="label" x="{_LEFT}" y="{top - 8}">{escape(panel.title)}</text>']
+    if not panel.points:
+        middle = (_LEFT + right) / 2
+        parts.append(f'<text class="tick" x="{middle}" y="{top + 58}" text-anchor="middle">no measurements yet</text>')
+        return "".join(parts)
+    marks = ticks(min(y for _, y in panel.points), max(y for _, y in panel.points), 4)
+    low, high = marks[0], marks[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + x / reach * (right - _LEFT), base - (y - low) / (high - low) * _PANEL
+
+    for value in marks:
+        y = place(0, value)[1]
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    places = [place(x, y) for x, y in panel.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    parts.append(f'<polyline class="line {panel.style}" points="{path}"/>')
+    few = len(places) <= 30
+    for (x, y), (at_x, at_y) in zip(panel.points, places, strict=True):
+        style, radius = (f"dot {panel.style}", 3) if few else ("hover", 6)
+        tip = _title(f"step {number(x)}: {panel.title} {y:.4g}")
+        parts.append(f'<circle class="{style}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="{radius}">{tip}</circle>')
+    return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One series of shares in [0, 1], a bar for each position, and its CSS class."""
+
+    name: str
+    values: Sequence[float]
+    style: str
+
+
+def bar_chart(series: Sequence[Bars], x_label: str) -> str:
+    """Grouped bars of shares, each with its value above it, and a legend. Returns: an <svg> element."""
+    height, top = 200, 34
+    base, right = top + height, WIDTH - _RIGHT
+    groups = max((len(bars.values) for bars in series), default=0)
+    parts = []
+    for value in (0, 0.25, 0.5, 0.75, 1):
+        y = base - value * height
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.0%}</text>')
+    slot = (right - _LEFT) / max(groups, 1)
+    width = min(34.0, slot * 0.8 / max(len(series), 1))
+    for group in range(groups):
+        middle = _LEFT + (group + 0.5) * slot
+        parts.append(f'<text class="tick" x="{middle:.1f}" y="{base + 15}" text-anchor="middle">{group + 1}</text>')
+        present = [bars for bars in series if group < len(bars.values)]
+        for place, bars in enumerate(present):
+            share = bars.values[group]
+            x, y = middle + (place - len(present) / 2) * width, base - share * height
+            tip = _title(f"{bars.name}, position {group + 1}: {share:.1%}")
+            box = f'x="{x + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{share * height:.1f}"'
+            parts.append(f'<rect class="bar {bars.style}" {box}>{tip}</rect>')
+            if width >= 16:
+                at = f'x="{x + width / 2:.1f}" y="{y - 4:.1f}"'
+                parts.append(f'<text class="value" {at} text-anchor="middle">{share * 100:.0f}</text>')
+    x = float(_LEFT)
+    for bars in series:
+        parts.append(f'<rect class="bar {bars.style}" x="{x}" y="6" width="10" height="10"/>')
+        parts.append(f'<text class="label" x="{x + 15}" y="15">{escape(bars.name)}</text>')
+        x += 32 + 6.3 * len(bars.name)
+    parts.append(f'<text class="tick" x="{right}" y="{base + 29}" text-anchor="end">{escape(x_label)}</text>')
+    return _svg(base + _BOTTOM, ", ".join(bars.name for bars in series) + f" by {x_label}", parts)
+
+
+def _svg(height: float, label: str, parts: Sequence[str]) -> str:
+    head = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
+    return head + "".join(parts) + "</svg>"
+
+
+def _title(text: str) -> str:
+    return f"<title>{escape(text)}</title>"
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round values (1, 2 or 5 times a power of ten apart) that enclose [low, high]; at least two."""
+    span = high - low if high > low else abs(high) or 1.0
+    raw = span / max(count - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, max(last, first + 1) + 1)]
+
+
+def thin(points: Points, most: int) -> list[tuple[float, float]]:
+    """At most `most` points: means of equal runs of neighbours, at the last x of each."""
+    size = math.ceil(len(points) / most) if points else 1
+    runs = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(run[-1][0], sum(y for _, y in run) / len(run)) for run in runs]
+
+
+def number(value: float) -> str:
+    """1500 -> "1.5k"; 0.25 -> "0.25"."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:g}{unit}"
+    return f"{value:g}"

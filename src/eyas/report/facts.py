@@ -1,0 +1,186 @@
+"""Everything the report shows, read from a run's files. Stages that aren't finished leave their part empty."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from safetensors import safe_open
+
+from eyas.drafter.vocab import coverage
+from eyas.errors import StoreError
+from eyas.recipe import dump_recipe
+from eyas.record import Record, load_record
+from eyas.run import Run
+from eyas.stages import last_error, stage_names
+from eyas.store.reader import StoreReader
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """The store's figures: what is in it, not what was planned."""
+
+    url: str
+    samples: int
+    tokens: int
+    supervised: int
+    size_bytes: int
+    manifest: Json
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.size_bytes / self.tokens if self.tokens else math.nan
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How much of the target's output the draft vocabulary can say; a token outside it is never accepted."""
+
+    size: int
+    target_size: int
+    coverage: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One run's figures.
+
+    Attributes:
+        records: finished stages in order; None where a stage isn't finished.
+        tokens: tokens/manifest.json.
+        evaluation: eval.json.
+        steps: lines of logs/train.jsonl with a loss.
+        heldout: its held-out measurements, each with its step.
+        sizes: bytes of each folder of the run, and of the store wherever it lies; absent ones are left out.
+        error: the last error that a stage noted, while a stage isn't finished.
+        store_fault: why the store could not be read, in one line; "" where it was.
+    """
+
+    run: Run
+    records: dict[str, Record | None]
+    tokens: Json | None
+    store: StoreFacts | None
+    store_fault: str
+    vocabulary: Vocabulary | None
+    evaluation: Json | None
+    steps: list[Json]
+    heldout: list[Json]
+    sizes: dict[str, int]
+    error: Json | None
+    recipe_text: str = field(repr=False)
+
+    def counts(self, stage: str) -> Json:
+        record = self.records.get(stage)
+        return record.counts if record else {}
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return _number(self.evaluation, "acceptance_length")
+
+    @property
+    def speedup(self) -> float | None:
+        """Reference decoding against plain decoding in the same process, wall time."""
+        return _number((self.evaluation or {}).get("decode"), "speedup")
+
+    @property
+    def train_tokens_per_s(self) -> float | None:
+        """Of the process that finished training, packing and measuring excluded; while it goes on, so far."""
+        return _number(self.counts("train"), "tokens_per_s") or _number((self.steps or [{}])[-1], "tokens_per_s")
+
+    @property
+    def versions(self) -> dict[str, list[str]]:
+        """Package -> versions that the stages recorded; more than one where the environment changed in between."""
+        seen: dict[str, list[str]] = {}
+        for record in self.records.values():
+            for name, version in (record.versions if record else {}).items():
+                if version not in seen.setdefault(name, []):
+                    seen[name].append(version)
+        return seen
+
+
+def gather(run: Run) -> Facts:
+    """Read a run's folder (and its store, where there is one)."""
+    reader, store, fault = None, None, ""
+    try:
+        reader = StoreReader(run.store_url)
+        store = _store_facts(reader, run.store_url)
+    except StoreError as error:
+        fault = error.seen
+    lines = _read_lines(run.logs_dir / "train.jsonl")
+    records = {name: load_record(run.dir, name) for name in stage_names()}
+    folders = {"tokens/": run.tokens_dir, "train/": run.train_dir, "export/": run.export_dir, "logs/": run.logs_dir}
+    sizes = {name: _folder_bytes(path) for name, path in folders.items() if path.is_dir()}
+    return Facts(
+        run=run,
+        records=records,
+        tokens=_read_json(run.tokens_dir / "manifest.json"),
+        store=store,
+        store_fault=fault,
+        vocabulary=_vocabulary(run, reader),
+        evaluation=_read_json(run.dir / "eval.json"),
+        steps=[line for line in lines if "loss" in line],
+        heldout=[line["heldout"] | {"step": line["step"]} for line in lines if "heldout" in line],
+        sizes=sizes | ({"store": store.size_bytes} if store else {}),
+        error=None if all(records.values()) else last_error(run),
+        recipe_text=dump_recipe(run.recipe),
+    )
+
+
+def _store_facts(reader: StoreReader, url: str) -> StoreFacts:
+    samples = reader.samples()
+    system, path = fsspec.core.url_to_fs(url)
+    return StoreFacts(
+        url=url,
+        samples=len(samples),
+        tokens=sum(sample.tokens for sample in samples),
+        supervised=sum(sample.supervised for sample in samples),
+        size_bytes=int(system.du(path)),
+        manifest=reader.manifest.model_dump(),
+    )
+
+
+def _vocabulary(run: Run, reader: StoreReader | None) -> Vocabulary | None:
+    """From the newest weights that hold t2d (the export's, else the newest checkpoint's) and the store's counts."""
+    steps = [path for path in run.train_dir.glob("step-*") if path.name[5:].isdigit()]
+    newest = max(steps, key=lambda path: int(path.name[5:]), default=run.train_dir)
+    path = next((path for path in (run.export_dir, newest) if (path / "model.safetensors").is_file()), None)
+    if path is None:
+        return None
+    with safe_open(path / "model.safetensors", framework="numpy") as handle:
+        t2d = handle.get_tensor("t2d")
+    ids = np.flatnonzero(t2d)
+    shares = {}
+    for split in ("train", "heldout") if reader else ():
+        counts = reader.token_counts(split) if reader else np.zeros(0, dtype=np.int64)
+        if counts.sum():
+            shares[split] = coverage(counts, ids)
+    return Vocabulary(len(ids), len(t2d), shares)
+
+
+def _folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _read_json(path: Path) -> Json | None:
+    """A JSON file; None where it isn't there (its stage isn't finished)."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def _read_lines(path: Path) -> list[Json]:
+    """Whole lines of a JSON-lines log; the last may be in the making."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def _number(table: Json | None, key: str) -> float | None:
+    value = (table or {}).get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

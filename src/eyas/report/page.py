@@ -1,0 +1,120 @@
+"""runs/NAME/report.html: the whole run on one page that opens offline."""
+
+import json
+import math
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from eyas import __version__, fs
+from eyas.errors import RecipeError
+from eyas.progress import duration, size
+from eyas.report.charts import Bars, Panel, bar_chart, line_chart, thin
+from eyas.report.facts import Facts, gather
+from eyas.run import Run
+
+# More points than pixels only make the page heavy.
+_MOST_POINTS = 160
+
+
+def write_report(run: Run) -> Path:
+    """Gather what there is and write the page; unfinished stages are shown as such. Returns its path.
+
+    Raises: RecipeError where the run has no folder yet.
+    """
+    if not run.dir.is_dir():
+        raise RecipeError(f"{run.dir}: no such run yet", next=f"{run.command('run')}   # ends with the report")
+    return save_page(gather(run))
+
+
+def save_page(facts: Facts) -> Path:
+    """Write report.html into the run's folder, whole or not at all."""
+    path = facts.run.dir / "report.html"
+    fs.write_atomic(path, render(facts))
+    return path
+
+
+def render(facts: Facts) -> str:
+    """The page as text: no script, and nothing is fetched."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("eyas.report", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"size": size, "duration": duration, "count": _count, "share": _share, "dec": _decimals}
+    return environment.get_template("page.html.j2").render(
+        facts=facts,
+        run=facts.run,
+        title=facts.run.dir.name,
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        eyas_version=__version__,
+        conditions=conditions(facts),
+        measured=measurements(facts),
+        training_chart=training_chart(facts),
+        acceptance_chart=acceptance_chart(facts),
+        commands=commands(facts),
+        evaluation_text=json.dumps(facts.evaluation, indent=1),
+    )
+
+
+def conditions(facts: Facts) -> str:
+    """What an acceptance figure is worth nothing without: drafts, topology, temperature."""
+    evaluation, recipe = facts.evaluation or {}, facts.run.recipe.evaluate
+    drafts, temperature = evaluation.get("drafts", recipe.drafts), evaluation.get("temperature", recipe.temperature)
+    return f"chain of {drafts} drafts, temperature {temperature:g}"
+
+
+def measurements(facts: Facts) -> list[dict[str, Any]]:
+    """Each way in which acceptance was measured, with length and share by position."""
+    evaluation = facts.evaluation or {}
+    last = facts.heldout[-1] if facts.heldout else {}
+    ways = {
+        f"while training, step {last.get('step', 0):,}": last,
+        "replay of held-out samples": evaluation.get("replay"),
+        "reference decoding": evaluation.get("decode"),
+    }
+    return [{"way": way, **part} for way, part in ways.items() if part and part.get("acceptance_per_position")]
+
+
+def training_chart(facts: Facts) -> str:
+    """Loss, and held-out acceptance length below it, over steps."""
+    loss = [(line["step"], line["loss"]) for line in facts.steps if math.isfinite(line["loss"])]
+    lengths = [(line["step"], line["acceptance_length"]) for line in facts.heldout if line.get("acceptance_length")]
+    panels = [
+        Panel("training loss", thin(loss, _MOST_POINTS), "s1"),
+        Panel("held-out acceptance length", lengths, "s2"),
+    ]
+    return line_chart(panels, "optimizer steps")
+
+
+def acceptance_chart(facts: Facts) -> str:
+    """Share of verifications that accepted the draft at each position: replay beside decoding."""
+    series = []
+    for key, name, style in (("replay", "replay", "s1"), ("decode", "reference decoding", "s2")):
+        shares = ((facts.evaluation or {}).get(key) or {}).get("acceptance_per_position")
+        if shares:
+            series.append(Bars(name, shares, style))
+    return bar_chart(series, "draft position")
+
+
+def commands(facts: Facts) -> list[str]:
+    """What makes this run again, from the recipe as it was used."""
+    recipe = shlex.quote(str(facts.run.dir / "recipe.toml"))
+    return [f"pip install eyas=={__version__}", f"eyas run {recipe}", f"eyas report {recipe}"]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _decimals(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
