@@ -56,7 +56,7 @@ class LocalEngine:
         self.device = find_device(table.device)
         self.vocab_size = target.vocab_size
         self.aux_layer_ids = tuple(aux_layer_ids)
-        self.decoder = find_decoder(_load_model(target, getattr(torch, table.dtype)).to(self.device), target)
+        self.decoder = find_decoder(load_model(target, getattr(torch, table.dtype)).to(self.device), target)
 
     def states(
         self, token_ids: Sequence[NDArray[np.int32]], loss_masks: Sequence[NDArray[np.bool_]]
@@ -90,7 +90,7 @@ class LocalEngine:
     @torch.inference_mode()
     def _forward(self, padded: Tensor) -> tuple[list[Tensor], Tensor]:
         """Aux states, one [B, T, H] per aux layer, and the final state [B, T, H] of a padded batch."""
-        with _entering(self.decoder.layers, self.aux_layer_ids) as entered:
+        with entering(self.decoder.layers, self.aux_layer_ids) as entered:
             try:
                 final = self.decoder(input_ids=padded, use_cache=False).last_hidden_state
             except torch.OutOfMemoryError as error:
@@ -103,7 +103,7 @@ class LocalEngine:
 
 
 @contextmanager
-def _entering(layers: nn.ModuleList, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def entering(layers: nn.ModuleList, layer_ids: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Keep the first argument of each named layer's forward: the residual stream that enters it."""
     entered: dict[int, Tensor] = {}
 
@@ -178,7 +178,7 @@ def find_decoder(model: Any, target: Target) -> Any:
     return decoder
 
 
-def _load_model(target: Target, dtype: torch.dtype) -> Any:
+def load_model(target: Target, dtype: torch.dtype) -> Any:
     """The whole model in eval mode on the CPU, with SDPA attention where the family has it (Transformers' default).
     Every weight must come from the checkpoint."""
     from transformers import AutoModelForCausalLM

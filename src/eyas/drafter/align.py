@@ -1,0 +1,102 @@
+"""Which row sees which token and learns which label: the one place where the shift is drawn.
+
+One sample, tokens t[0..T-1]; loss_mask[i]: token i was written by the assistant; final[i]: the target's final hidden
+state at i, which predicts t[i+1].
+
+    row j, step 0:  aux[j] + t[j+1]    learns softmax(lm_head(final[j+1])),    whose label is t[j+2]
+    row j, step k:  g_k[j] + t[j+1+k]  learns softmax(lm_head(final[j+1+k])),  whose label is t[j+2+k]
+                    trained if and only if mask[j+1+k] and mask[j+2+k]
+
+      i            0    1    2    3    4    5        prompt t0..t2, answer t3..t5
+      mask         .    .    .    x    x    x
+      teaches      .    .    .    x    x    .        mask[i] and mask[i+1]: final[i] may be learned from
+      row (k=0)    .    .    x    x    .    .        row j learns from final[j+1]
+      row (k=1)    .    x    x    .    .    .        row j learns from final[j+2]
+
+Serving starts the same way: the target's prefill writes the first answer token t3, and the first draft is row 2.
+Samples that share a packed row never see one another: a position outside row j's own sample teaches nothing.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+
+
+def teaching_positions(loss_mask: BoolArray) -> BoolArray:
+    """mask[i] and mask[i+1] of one sample: where final[i] is learned from. bool [T] -> bool [T]."""
+    teaches = np.zeros_like(loss_mask)
+    teaches[:-1] = loss_mask[:-1] & loss_mask[1:]
+    return teaches
+
+
+def trained_rows(loss_mask: BoolArray, step: int) -> BoolArray:
+    """Rows of one sample that are trained at a step: row j where position j+1+step teaches. bool [T] -> bool [T]."""
+    teaches = teaching_positions(loss_mask)
+    rows = np.zeros_like(teaches)
+    if step + 1 < len(teaches):
+        rows[: len(teaches) - step - 1] = teaches[step + 1 :]
+    return rows
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The trained rows of one step of a packed row.
+
+    Attributes:
+        row: index into the computed rows, int64 [n].
+        teacher: index into the packed teaching positions, int64 [n].
+        sample: index of the row's sample in the pack, int64 [n].
+    """
+
+    row: IntArray
+    teacher: IntArray
+    sample: IntArray
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """All indices of one packed row of S tokens, for `steps` steps.
+
+    Attributes:
+        start: first position of each token's sample, int64 [S].
+        rows: positions that some step trains, rising, int64 [R]; all others give step-0 keys and values only.
+        teachers: positions that teach, rising, int64 [P].
+        final_rows: for each teacher its index into the pack's final hidden states, int64 [P].
+        steps: per step, its trained rows.
+        trained_at_0: rows trained at step 0 of each sample, int64 [samples]; the divisor n of the loss.
+    """
+
+    start: IntArray
+    rows: IntArray
+    teachers: IntArray
+    final_rows: IntArray
+    steps: list[StepRows]
+    trained_at_0: IntArray
+
+
+def align(masks: list[BoolArray], steps: int) -> Alignment:
+    """Indices for samples packed one after another, given their loss masks."""
+    lengths = np.array([len(mask) for mask in masks])
+    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    sample_of = np.repeat(np.arange(len(masks)), lengths)
+    mask = np.concatenate(masks)
+    teaches = np.concatenate([teaching_positions(each) for each in masks])
+    teachers = np.flatnonzero(teaches)
+    teacher_index = np.cumsum(teaches) - 1
+    by_step = [np.flatnonzero(np.concatenate([trained_rows(each, k) for each in masks])) for k in range(steps)]
+    rows = np.unique(np.concatenate(by_step)) if by_step else np.zeros(0, np.int64)
+    step_rows = [
+        StepRows(np.searchsorted(rows, at), teacher_index[at + 1 + k], sample_of[at]) for k, at in enumerate(by_step)
+    ]
+    return Alignment(
+        start=offsets[sample_of],
+        rows=rows,
+        teachers=teachers,
+        final_rows=(np.cumsum(mask) - 1)[teachers],
+        steps=step_rows,
+        trained_at_0=np.bincount(step_rows[0].sample, minlength=len(masks)),
+    )

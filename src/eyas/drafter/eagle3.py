@@ -1,0 +1,232 @@
+"""The EAGLE-3 drafter: one decoder layer over the target's aux hidden states.
+
+Source: EAGLE-3, arXiv:2503.01840; layout of `LlamaForCausalLMEagle3` as SGLang and vLLM load it.
+
+    aux [.., 3H] --fc--> feature g            embedding of the next token e
+    x = [input_layernorm(e), hidden_norm(g)]  (2H wide, q, k and v read it)
+    h = g + o_proj(attention(q, k, v));  g' = h + mlp(post_attention_layernorm(h))
+    logits over the draft vocabulary = lm_head(norm(g'));  g' (before the norm) is fed back as the next feature
+
+Shapes: R rows, H hidden, Hq/Hk query/key-value heads, D head_dim, V target vocabulary, Vd draft vocabulary.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eyas.errors import TrainError
+from eyas.recipe import Drafter as DrafterTable
+from eyas.target import Target
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of a drafter; `drafter.json` beside its weights.
+
+    Attributes:
+        hidden_size: H, equal to the target's (the drafter shares its embedding).
+        rope_theta, rope_scaling, max_position_embeddings: the target's, so that long contexts work when served.
+        aux_layer_ids: the layers it was trained on; id i = residual stream after i decoder layers.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layer_ids: list[int] = field(default_factory=list)
+
+    @classmethod
+    def for_target(
+        cls, target: Target, table: DrafterTable, draft_vocab_size: int, aux_layer_ids: list[int]
+    ) -> "DrafterConfig":
+        """The drafter that fits a target; the recipe's [drafter] table overrides widths and heads."""
+        heads = table.num_attention_heads or target.num_attention_heads
+        return cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=table.intermediate_size or target.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=table.num_key_value_heads or min(target.num_key_value_heads, heads),
+            head_dim=target.head_dim,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=target.rope_theta,
+            rope_scaling=target.rope_scaling,
+            max_position_embeddings=target.max_position_embeddings,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=min(draft_vocab_size, target.vocab_size),
+            aux_layer_ids=list(aux_layer_ids),
+        )
+
+    def rope_config(self) -> LlamaConfig:
+        """What Transformers' rotary embedding needs to know."""
+        parameters = {"rope_type": "default"} | (self.rope_scaling or {}) | {"rope_theta": self.rope_theta}
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=parameters,
+        )
+
+
+def widen(x: Tensor) -> Tensor:
+    """At least fp32: what norms, softmax and losses are computed in (fp64 stays fp64, for exact tests)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Linear(nn.Linear):
+    """A bias-free linear map; its fp32 master weight is cast to the input's dtype, and its gradient is fp32 again."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in fp32, returned in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(widen(x), x.shape[-1:], self.weight, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of the drafter's attention; the pattern over keys belongs to the caller (ttt.py, decoding)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj = Linear(2 * config.hidden_size, self.heads * self.head_dim)
+        self.k_proj = Linear(2 * config.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = Linear(2 * config.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
+
+    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[R, 2H] -> rotated queries [R, Hq, D]."""
+        return rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), cos, sin)
+
+    def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, 2H] -> rotated keys and values, [R, Hk, D] each."""
+        keys = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), cos, sin)
+        return keys, self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    """The one decoder layer. Its attention input is twice as wide: [norm(embedding), norm(feature)]."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+
+    def attention_input(self, embeds: Tensor, features: Tensor) -> Tensor:
+        """[R, H] and [R, H] -> [R, 2H]."""
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(features)], dim=-1)
+
+    def finish(self, features: Tensor, attended: Tensor) -> Tensor:
+        """Attention output [R, Hq * D] and the residual [R, H] -> the next feature [R, H] (pre-norm)."""
+        hidden = features + self.self_attn.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Drafter(nn.Module):
+    """EAGLE-3 drafter with fp32 master weights; activations have the dtype of the aux states it is given.
+
+    Buffers: d2t int64 [Vd], an offset (target id = draft id + d2t[draft id]); t2d bool [V].
+    The embedding is the target's, frozen, and not part of this module (both engines share the target's).
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = Linear(len(config.aux_layer_ids) * config.hidden_size, config.hidden_size)
+        self.midlayer = MidLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.rotary = LlamaRotaryEmbedding(config.rope_config())
+
+    def initialise(self, seed: int) -> None:
+        """Random weights N(0, 0.02) from a generator of their own, norms at one: equal seeds give equal drafters."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() == 2:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary, int64 [Vd], rising."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def rope(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for int64 positions [R], each [R, 1, D], in `like`'s dtype."""
+        cos, sin = self.rotary(like, positions[None])
+        return cos[0][:, None], sin[0][:, None]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Pre-norm features [R, H] -> logits over the draft vocabulary, fp32 [R, Vd]."""
+        return widen(self.lm_head(self.norm(features)))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in Llama's half-split form: x [R, heads, D], cos and sin [R, 1, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def load_drafter(folder: Path) -> Drafter:
+    """A drafter from a checkpoint folder (drafter.json, model.safetensors); fp32, on the CPU."""
+    try:
+        config = DrafterConfig(**json.loads((folder / "drafter.json").read_text(encoding="utf-8")))
+        drafter = Drafter(config)
+        drafter.load_state_dict(load_file(folder / "model.safetensors"))
+    except FileNotFoundError as error:
+        raise TrainError(
+            f"{error.filename}: no such file", expected="a checkpoint folder with drafter.json and model.safetensors"
+        ) from None
+    except (TypeError, RuntimeError) as error:
+        raise TrainError(f"{folder}: not a drafter that this version reads: {error}") from None
+    return drafter

@@ -1,0 +1,1 @@
+"""Measuring acceptance: replay from the store, and reference speculative decoding in process."""

@@ -1,0 +1,193 @@
+"""Reference speculative decoding: target and drafter in one process, one stream, a chain of K drafts.
+
+Slow and plain on purpose: it shows what an engine must do, checks that speculation changes no token, and gives an
+acceptance length that replay must equal.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from eyas.drafter.eagle3 import Drafter
+from eyas.drafter.ttt import attend
+from eyas.drafter.walk import Acceptance
+from eyas.engine.local import entering, find_decoder, load_model
+from eyas.evaluate.accept import accept_greedy, accept_sampled, sample
+from eyas.target import Target
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One answer.
+
+    Attributes:
+        token_ids: as emitted, the end-of-turn token included.
+        acceptance: counts of its verifications (none for plain decoding).
+        wall_s: seconds, prefill included.
+    """
+
+    token_ids: list[int]
+    acceptance: Acceptance
+    wall_s: float
+
+
+class TargetSession:
+    """The target with a key/value cache that can be rolled back."""
+
+    def __init__(self, target: Target, dtype: torch.dtype, device: torch.device, aux_layer_ids: Sequence[int]) -> None:
+        self.model = load_model(target, dtype).to(device)
+        self.layers = find_decoder(self.model, target).layers
+        self.eos = set(target.eos_token_ids)
+        self.device, self.aux_layer_ids = device, list(aux_layer_ids)
+        self.start()
+
+    def start(self) -> None:
+        """Forget the last answer."""
+        self.cache = DynamicCache()
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Run the next n tokens; returns logits [n, V] in fp32 and aux hidden states [n, 3H]."""
+        with entering(self.layers, self.aux_layer_ids) as entered:
+            ids = torch.tensor([list(token_ids)], device=self.device)
+            logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+        return logits[0].float(), torch.cat([entered[layer][0] for layer in self.aux_layer_ids], dim=-1)
+
+    def keep(self, length: int) -> None:
+        """Drop all cached positions from `length` on (refused drafts)."""
+        refused = self.cache.get_seq_length() - length
+        if refused:
+            self.cache.crop(-refused)
+
+
+class DrafterSession:
+    """The drafter with the step-0 keys and values of all accepted positions."""
+
+    def __init__(self, drafter: Drafter, embedding: Tensor, drafts: int) -> None:
+        self.drafter, self.embedding, self.drafts = drafter, embedding, drafts
+        self.draft_ids = drafter.draft_ids
+        self.start()
+
+    def start(self) -> None:
+        """Forget the last answer."""
+        attention, like = self.drafter.midlayer.self_attn, self.embedding
+        self.keys = like.new_empty(0, attention.kv_heads, attention.head_dim)
+        self.values = self.keys.clone()
+
+    @torch.inference_mode()
+    def absorb(self, aux: Tensor, next_tokens: Sequence[int]) -> None:
+        """Add accepted positions: the target's aux states [n, 3H] and the token that follows each."""
+        layer, like = self.drafter.midlayer, self.embedding
+        features = self.drafter.fc(aux.to(like.dtype))
+        x = layer.attention_input(like[torch.tensor(next_tokens, device=like.device)], features)
+        cos, sin = self._rope(len(self.keys), len(next_tokens))
+        keys, values = layer.self_attn.key_value(x, cos, sin)
+        self.keys, self.values = torch.cat([self.keys, keys]), torch.cat([self.values, values])
+        self.last_x, self.last_feature = x[-1:], features[-1:]
+
+    @torch.inference_mode()
+    def draft(self, temperature: float, generator: torch.Generator) -> tuple[list[int], Tensor]:
+        """K drafts from the newest position, and the distributions they were drawn from.
+
+        Returns: target token ids, and [K, V] probabilities over the target's vocabulary (empty at temperature 0).
+        """
+        layer, attention = self.drafter.midlayer, self.drafter.midlayer.self_attn
+        visible = torch.ones(1, len(self.keys), dtype=torch.bool, device=self.keys.device)
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        tokens: list[int] = []
+        probs: list[Tensor] = []
+        x, feature = self.last_x, self.last_feature
+        for step in range(self.drafts):
+            cos, sin = self._rope(len(self.keys) - 1 + step, 1)
+            if step > 0:
+                x = layer.attention_input(self.embedding[tokens[-1]][None], feature)
+                key, value = attention.key_value(x, cos, sin)
+                own_keys.append(key)
+                own_values.append(value)
+            query = attention.query(x, cos, sin)
+            feature = layer.finish(feature, attend(query, self.keys, self.values, own_keys, own_values, visible))
+            logits = self.drafter.logits(feature)[0]
+            if temperature == 0:
+                draft = int(logits.argmax())
+            else:
+                weights = (logits / temperature).softmax(-1)
+                draft = sample(weights, generator)
+                probs.append(
+                    torch.zeros(len(self.embedding), device=weights.device).index_copy(0, self.draft_ids, weights)
+                )
+            tokens.append(int(self.draft_ids[draft]))
+        return tokens, torch.stack(probs) if probs else self.embedding.new_empty(0, len(self.embedding))
+
+    def _rope(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(first, first + count, device=self.embedding.device)
+        return self.drafter.rope(positions, self.embedding)
+
+
+def decode_plain(
+    target: TargetSession, prompt: Sequence[int], max_tokens: int, temperature: float, generator: torch.Generator
+) -> Decoded:
+    """One token after another, without a drafter: the baseline of time and of truth."""
+    started = time.perf_counter()
+    target.start()
+    emitted: list[int] = []
+    feed = list(prompt)
+    while len(emitted) < max_tokens and not (emitted and emitted[-1] in target.eos):
+        logits, _ = target.forward(feed)
+        feed = [_next(logits[-1], temperature, generator)]
+        emitted += feed
+    return Decoded(emitted, Acceptance.none(0), time.perf_counter() - started)
+
+
+def decode_speculative(
+    target: TargetSession,
+    session: DrafterSession,
+    prompt: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+) -> Decoded:
+    """Draft K, verify in one target forward, keep what is accepted. Accepted drafts beyond the answer's end (end of
+    turn, max_tokens) are cut and not counted, as in replay."""
+    started = time.perf_counter()
+    target.start()
+    session.start()
+    acceptance = Acceptance.none(session.drafts)
+    logits, aux = target.forward(prompt)
+    emitted = [_next(logits[-1], temperature, generator)]
+    known = len(prompt)  # positions whose target states are final
+    follows = [*prompt[1:], emitted[0]]
+    while len(emitted) < max_tokens and emitted[-1] not in target.eos:
+        session.absorb(aux, follows)
+        drafts, draft_probs = session.draft(temperature, generator)
+        logits, aux = target.forward([emitted[-1], *drafts])
+        if temperature == 0:
+            accepted, bonus = accept_greedy(drafts, logits)
+        else:
+            accepted, bonus = accept_sampled(drafts, draft_probs, logits, temperature, generator)
+        follows = [*drafts[:accepted], bonus]
+        known += len(follows)
+        target.keep(known)
+        aux = aux[: len(follows)]
+        kept = _until_end(follows, target.eos, max_tokens - len(emitted))
+        acceptance.add(min(accepted, len(kept)))
+        emitted += kept
+    return Decoded(emitted, acceptance, time.perf_counter() - started)
+
+
+def _next(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return sample((logits / temperature).softmax(-1), generator)
+
+
+def _until_end(token_ids: list[int], eos: set[int], room: int) -> list[int]:
+    """Tokens up to and with the first end-of-turn token, at most `room`."""
+    for i, token in enumerate(token_ids[:room]):
+        if token in eos:
+            return token_ids[: i + 1]
+    return token_ids[:room]

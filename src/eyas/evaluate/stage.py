@@ -1,0 +1,114 @@
+"""The evaluate stage: acceptance by replay over all held-out samples, and by reference decoding on some of them."""
+
+from itertools import islice
+from typing import Any
+
+import torch
+
+from eyas import fs
+from eyas.drafter.eagle3 import Drafter, load_drafter
+from eyas.drafter.pack import fill_packs, pack_samples
+from eyas.drafter.target import load_target_head
+from eyas.drafter.walk import Acceptance, answer_spans, replay
+from eyas.engine.local import find_device
+from eyas.errors import TrainError
+from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
+from eyas.progress import Progress
+from eyas.record import Inputs, load_record
+from eyas.run import Run
+from eyas.stages import Result
+from eyas.store.reader import StoredSample, StoreReader
+from eyas.target import load_target
+
+_PACK_TOKENS = 4096
+
+
+def inputs(run: Run) -> Inputs:
+    """What the figures depend on: the drafter (output of the stage before) and [evaluate]."""
+    return {f"evaluate.{key}": value for key, value in run.recipe.evaluate.model_dump(mode="json").items()}
+
+
+def discard(run: Run) -> None:
+    fs.remove(run.dir / "eval.json")
+
+
+def execute(run: Run) -> Result:
+    """Measure, write eval.json."""
+    train = load_record(run.dir, "train")
+    assert train is not None, "run_stage has looked"
+    folder = run.train_dir / train.counts["checkpoint"]
+    device = find_device(run.recipe.train.device)
+    drafter = load_drafter(folder).to(device)
+    reader = StoreReader(run.store_url)
+    refs = reader.samples("heldout")
+    if not refs:
+        raise TrainError(
+            f"{run.store_url}: no held-out samples to evaluate on",
+            expected='a source with split = "heldout", or data.heldout_fraction > 0',
+            next=f"{run.command('run', '--redo', 'prepare')}   # after setting one of them",
+        )
+    samples = [reader.read(ref.sample_id) for ref in refs]
+    embedding = load_target_head(load_target(run.recipe.target), torch.float32, device).embedding
+    drafts = run.recipe.evaluate.drafts
+    replayed = _replay(run, drafter, embedding, samples)
+    result: dict[str, Any] = replayed.as_json() | {"drafts": drafts, "topology": "chain", "temperature": 0.0}
+    result["replay"] = replayed.as_json() | {"samples": len(samples)}
+    if run.recipe.evaluate.decode_prompts:
+        result |= _decode(run, drafter, embedding, samples)
+    fs.write_json(run.dir / "eval.json", result)
+    shown = ("acceptance_length", "acceptance_per_position", "wall_s", "lossless")
+    counts: dict[str, Any] = {key: result[key] for key in shown if key in result}
+    return Result(fs.digest_json({key: result[key] for key in ("replay", "drafts")}), counts)
+
+
+def _replay(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]) -> Acceptance:
+    """The walk over every held-out answer, in fp32."""
+    drafts = run.recipe.evaluate.drafts
+    total, remaining = Acceptance.none(drafts), iter(samples)
+    with Progress("evaluate (replay)", len(samples), "samples", run.logs_dir) as progress:
+        for count in fill_packs([len(sample.token_ids) for sample in samples], _PACK_TOKENS):
+            pack = pack_samples(list(islice(remaining, count)), drafts, torch.float32, embedding.device)
+            for acceptance in replay(drafter, embedding, pack, drafts):
+                total.merge(acceptance)
+            progress.advance(count, f"acceptance length {total.length:.3f}")
+    return total
+
+
+def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]) -> dict[str, Any]:
+    """Plain and speculative decoding of the same prompts in this process, in fp32."""
+    table = run.recipe.evaluate
+    target = TargetSession(
+        load_target(run.recipe.target), torch.float32, embedding.device, drafter.config.aux_layer_ids
+    )
+    session = DrafterSession(drafter, embedding, table.drafts)
+    total, same, tokens = Acceptance.none(table.drafts), 0, 0
+    wall_s = {"plain": 0.0, "speculative": 0.0}
+    chosen = samples[: table.decode_prompts]
+    with Progress("evaluate (decoding)", len(chosen), "prompts", run.logs_dir) as progress:
+        for sample in chosen:
+            prompt = prompt_of(sample)
+            generators = [torch.Generator().manual_seed(table.seed) for _ in range(2)]
+            plain = decode_plain(target, prompt, table.decode_tokens, table.temperature, generators[0])
+            drafted = decode_speculative(target, session, prompt, table.decode_tokens, table.temperature, generators[1])
+            total.merge(drafted.acceptance)
+            same += plain.token_ids == drafted.token_ids
+            tokens += len(drafted.token_ids)
+            wall_s["plain"] += plain.wall_s
+            wall_s["speculative"] += drafted.wall_s
+            progress.advance(1, f"acceptance length {total.length:.3f}")
+    lossless = same == len(chosen) if table.temperature == 0 else None  # sampled answers differ by chance
+    figures: dict[str, Any] = {
+        "prompts": len(chosen),
+        "tokens": tokens,
+        "temperature": table.temperature,
+        "identical": same,
+    }
+    figures |= {"speedup": round(wall_s["plain"] / wall_s["speculative"], 3), "dtype": "float32"}
+    rounded = {name: round(seconds, 2) for name, seconds in wall_s.items()}
+    return {"decode": total.as_json() | figures, "wall_s": rounded, "lossless": lossless}
+
+
+def prompt_of(sample: StoredSample) -> list[int]:
+    """The tokens before a sample's first answer."""
+    first, _ = answer_spans(sample.loss_mask.numpy())[0]
+    return [int(token) for token in sample.token_ids[:first]]

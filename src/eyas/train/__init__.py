@@ -1,0 +1,1 @@
+"""Training the drafter from the store."""

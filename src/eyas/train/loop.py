@@ -1,0 +1,34 @@
+"""The train stage: what it depends on, what it leaves, how it starts again."""
+
+import shutil
+
+from eyas import fs
+from eyas.record import Inputs
+from eyas.run import Run
+from eyas.stages import Result
+from eyas.target import load_target
+
+# These do not change what is learned, so a finished run does not depend on them.
+_NO_INPUT = {"checkpoint_every", "keep_checkpoints", "eval_every", "eval_samples", "device"}
+
+
+def inputs(run: Run) -> Inputs:
+    """What the weights depend on: the store (output of the stage before), the target, [drafter] and [train]."""
+    table = run.recipe.train.model_dump(mode="json", exclude=_NO_INPUT)
+    train = {f"train.{key}": value for key, value in table.items()}
+    drafter = {f"drafter.{key}": value for key, value in run.recipe.drafter.model_dump(mode="json").items()}
+    return train | drafter | {"target weights": load_target(run.recipe.target).model_digest}
+
+
+def discard(run: Run) -> None:
+    """Remove all checkpoints and the log of this stage; the argmax cache is keyed by the store and stays."""
+    for folder in run.train_dir.glob("*step-*"):
+        shutil.rmtree(folder)
+    fs.remove(run.logs_dir / "train.jsonl")
+
+
+def execute(run: Run) -> Result:
+    """Train to the end, from the newest checkpoint if there is one."""
+    from eyas.train.trainer import Trainer
+
+    return Trainer(run, inputs(run)).train()

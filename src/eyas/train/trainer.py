@@ -1,0 +1,244 @@
+"""The training loop, survivable at every step.
+
+One loop for every device. Order of samples, packs and learning rate follow from the recipe and the store alone, so a
+resumed run goes on exactly where its checkpoint stands, bit for bit on the CPU.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from eyas import fs
+from eyas.data.tokens import Tokens
+from eyas.drafter.eagle3 import Drafter, DrafterConfig
+from eyas.drafter.pack import Pack, Stored, fill_packs, pack_samples
+from eyas.drafter.target import TargetHead, load_target_head
+from eyas.drafter.vocab import IntArray, choose_draft_vocab, coverage, to_d2t, to_t2d
+from eyas.drafter.walk import Acceptance, replay
+from eyas.engine.local import find_device
+from eyas.errors import Interrupted, TrainError
+from eyas.progress import Progress, say
+from eyas.record import Inputs, Record, changed_input
+from eyas.run import Run
+from eyas.signals import Stop, stop_on_signals
+from eyas.stages import Result
+from eyas.store.reader import StoreReader
+from eyas.target import load_target
+from eyas.train.argmax import load_or_make
+from eyas.train.batch import make_schedule, stream_from
+from eyas.train.checkpoint import latest, load_checkpoint, save_checkpoint
+from eyas.train.log import LOG_EVERY, TrainLog
+from eyas.train.loss import PackLoss, pack_loss
+from eyas.train.optim import learning_rate, make_optimizer
+
+
+def new_drafter(config: DrafterConfig, draft_ids: IntArray, head: TargetHead, seed: int) -> Drafter:
+    """Random weights, except lm_head, which starts as the target's rows of the draft vocabulary."""
+    drafter = Drafter(config)
+    drafter.initialise(seed)
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(head.lm_head[torch.from_numpy(draft_ids).to(head.lm_head.device)])
+    drafter.d2t.copy_(torch.from_numpy(to_d2t(draft_ids)))
+    drafter.t2d.copy_(torch.from_numpy(to_t2d(draft_ids, config.vocab_size)))
+    return drafter
+
+
+_SUMS = ("per_step", "hits", "rows")
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one optimizer step printed of itself; per-step lists are by step k of the training-time test."""
+
+    loss: float
+    loss_per_step: list[float]
+    acceptance: list[float]
+    grad_norm: float
+    lr: float
+    tokens: int
+
+
+class Trainer:
+    """Everything that a run of training holds; made from the run's files alone."""
+
+    def __init__(self, run: Run, inputs: Inputs) -> None:
+        self.run, self.table = run, run.recipe.train
+        self.device = find_device(self.table.device)
+        self.dtype = torch.bfloat16 if self.table.precision == "bf16" else torch.float32
+        target = load_target(run.recipe.target)
+        self.reader = StoreReader(run.store_url)
+        self.reader.check_target(
+            target,
+            target.aux_layer_ids(run.recipe.drafter.aux_layer_ids),
+            target.tokenizer_digest,
+            Tokens(run.tokens_dir).manifest["template_digest"],
+        )
+        self.inputs = inputs | {"store": self.reader.digest}
+        if not self.reader.samples("train"):
+            raise TrainError(f"{run.store_url}: no training samples", cause="every sample is held out or was rejected")
+        self.head = load_target_head(target, torch.float32, self.device)
+        counts = self.reader.token_counts("train")
+        draft_ids = choose_draft_vocab(counts, self.table.draft_vocab_size, target.eos_token_ids)
+        config = DrafterConfig.for_target(
+            target, run.recipe.drafter, len(draft_ids), list(self.reader.manifest.aux_layer_ids)
+        )
+        self.coverage = coverage(counts, draft_ids)
+        self.drafter = new_drafter(config, draft_ids, self.head, self.table.seed).to(self.device)
+        self.optimizer = make_optimizer(self.drafter, self.table)
+        self.lm_head_draft = self.head.lm_head[self.drafter.draft_ids].to(self.dtype)
+        self.embedding = self.head.embedding.to(self.dtype)
+        self.schedule = make_schedule(
+            self.reader,
+            seed=self.table.seed,
+            epochs=self.table.epochs,
+            batch_tokens=self.table.batch_tokens,
+            accumulation=self.table.accumulation,
+        )
+
+    def train(self) -> Result:
+        """All steps; saves on a signal, at every checkpoint_every-th step and at the end."""
+        first, steps = self._resume(), self.schedule.steps
+        cache = self.run.train_dir / "target_argmax.safetensors"
+        self.argmax = load_or_make(cache, self.reader, self.head, self.run.logs_dir)
+        heldout = self._heldout_packs()
+        samples = stream_from(self.reader, seed=self.table.seed, consumed=self.schedule.samples_before(first))
+        tokens, busy_s, acceptance = 0, 0.0, Acceptance.none(self.run.recipe.evaluate.drafts)
+        with (
+            TrainLog(self.run.logs_dir / "train.jsonl", first) as log,
+            Progress("train", steps, "steps", self.run.logs_dir, done=first) as progress,
+            stop_on_signals("this step") as stop,
+        ):
+            for step in range(first, steps):
+                started = time.perf_counter()
+                figures = self._step(step, samples)
+                busy_s += time.perf_counter() - started
+                tokens += figures.tokens
+                rate, done = tokens / busy_s, step + 1
+                if done % LOG_EVERY == 0 or done == steps:
+                    log.write({"step": done, "tokens_per_s": round(rate, 1)} | _rounded(figures))
+                if done % self.table.eval_every == 0 or done == steps:
+                    acceptance = self._measure(heldout)
+                    log.write({"step": done, "heldout": acceptance.as_json()})
+                progress.advance(1, f"loss {figures.loss:.3f}, {rate:,.0f} tokens/s, held-out {acceptance.length:.3f}")
+                if done % self.table.checkpoint_every == 0 or done == steps or stop.signum is not None:
+                    log.sync()
+                    self._save(done)
+                self._maybe_stop(stop, done)
+        return self._result(tokens, busy_s, acceptance)
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint; returns the number of finished steps."""
+        fs.sweep_partials(self.run.train_dir)
+        folder = latest(self.run.train_dir)
+        if folder is None:
+            return 0
+        state = load_checkpoint(folder, self.drafter, self.optimizer)
+        change = changed_input(Record("train", state["inputs"], "", {}, 0), self.inputs)
+        if change:
+            raise TrainError(
+                f"{folder} was trained with other inputs: {change}",
+                cause="the recipe, the target or the store changed while training was unfinished",
+                next=f"{self.run.command('train', '--redo')}   # starts again; or undo the change to go on",
+            )
+        say(f"train: going on from {folder.name} of {self.schedule.steps}")
+        return int(state["step"])
+
+    def _step(self, step: int, samples: Iterator[Stored]) -> StepFigures:
+        """One optimizer step over its packs."""
+        packs = [self._pack(list(islice(samples, count))) for count in self.schedule.step(step)]
+        sequences = max(1, sum(pack.sequences for pack in packs))
+        losses = []
+        for pack in packs:
+            losses.append(self._loss(pack))
+            (losses[-1].total / sequences).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.table.clip))
+        loss = sum(float(each.total.detach()) for each in losses) / sequences
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainError(
+                f"step {step + 1}: loss {loss}, gradient norm {norm}; samples {', '.join(_ids(packs))}",
+                expected="finite numbers",
+                cause="states that `verify` did not see, or a learning rate that is too high",
+                next=f"{self.run.command('verify', '--redo')}   # then lower train.lr; earlier checkpoints are kept",
+            )
+        lr = learning_rate(step, self.schedule.steps, self.table)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        per_step, hits, rows = (torch.stack([getattr(each, name) for each in losses]).sum(0) for name in _SUMS)
+        return StepFigures(
+            loss=loss,
+            loss_per_step=(per_step / sequences).tolist(),
+            acceptance=(hits / rows.clamp(min=1)).tolist(),
+            grad_norm=norm,
+            lr=lr,
+            tokens=sum(len(pack.token_ids) for pack in packs),
+        )
+
+    def _pack(self, samples: list[Stored]) -> Pack:
+        return pack_samples(samples, self.table.ttt_steps, self.dtype, self.device)
+
+    def _loss(self, pack: Pack) -> PackLoss:
+        supervised = torch.cat([self.argmax.of(sample_id) for sample_id in pack.ids])
+        at_teachers = supervised[torch.from_numpy(pack.alignment.final_rows)].to(self.device)
+        steps, decay = self.table.ttt_steps, self.table.ttt_decay
+        return pack_loss(self.drafter, self.embedding, self.lm_head_draft, pack, at_teachers, steps=steps, decay=decay)
+
+    def _heldout_packs(self) -> list[list[str]]:
+        """Ids of the held-out samples measured while training, in packs."""
+        refs = self.reader.samples("heldout")[: self.table.eval_samples]
+        sizes = fill_packs([ref.tokens for ref in refs], self.table.batch_tokens)
+        ids = iter([ref.sample_id for ref in refs])
+        return [list(islice(ids, count)) for count in sizes]
+
+    def _measure(self, packs: list[list[str]]) -> Acceptance:
+        """The walk over held-out samples with the drafter as it is now."""
+        drafts = self.run.recipe.evaluate.drafts
+        total = Acceptance.none(drafts)
+        for ids in packs:
+            pack = pack_samples([self.reader.read(each) for each in ids], drafts, self.dtype, self.device)
+            for acceptance in replay(self.drafter, self.embedding, pack, drafts):
+                total.merge(acceptance)
+        return total
+
+    def _save(self, step: int) -> None:
+        state = {"step": step, "samples": self.schedule.samples_before(step), "inputs": self.inputs}
+        save_checkpoint(self.run.train_dir, self.drafter, self.optimizer, state, keep=self.table.keep_checkpoints)
+
+    def _maybe_stop(self, stop: Stop, done: int) -> None:
+        if stop.signum is not None and done < self.schedule.steps:
+            raise Interrupted(
+                stop.signum,
+                f"train stopped after step {done} of {self.schedule.steps}, saved in {self.run.train_dir}/step-{done}",
+                next=f"{self.run.command('run')}   # goes on from there",
+            )
+
+    def _result(self, tokens: int, busy_s: float, acceptance: Acceptance) -> Result:
+        folder = latest(self.run.train_dir)
+        assert folder is not None, "the last step always saves"
+        parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
+        counts: dict[str, Any] = {"steps": self.schedule.steps, "tokens": tokens, "parameters": parameters}
+        if busy_s:
+            counts["tokens_per_s"] = round(tokens / busy_s, 1)
+        counts |= {"draft_vocab_size": len(self.drafter.d2t), "draft_vocab_coverage": round(self.coverage, 5)}
+        counts |= {"checkpoint": folder.name, "heldout": acceptance.as_json()}
+        return Result(fs.digest_file(folder / "model.safetensors"), counts)
+
+
+def _rounded(figures: StepFigures) -> dict[str, Any]:
+    return {
+        "loss": round(figures.loss, 5),
+        "loss_per_step": [round(value, 5) for value in figures.loss_per_step],
+        "acceptance": [round(value, 4) for value in figures.acceptance],
+        "grad_norm": round(figures.grad_norm, 4),
+        "lr": figures.lr,
+    }
+
+
+def _ids(packs: list[Pack]) -> list[str]:
+    return [sample_id for pack in packs for sample_id in pack.ids]
