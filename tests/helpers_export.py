@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -75,7 +76,49 @@ def write_checkpoint(run: Run, step: int, draft_vocab_size: int = 96, **changes:
     (folder / "drafter.json").write_text(json.dumps(drafter_config(draft_vocab_size, **changes)))
     tensors = drafter_tensors(draft_vocab_size, seed=step)
     save_file(tensors, folder / "model.safetensors")
+    (folder / "state.json").write_text(json.dumps({"step": step}))
     return tensors
+
+
+def write_store(run: Run, target_folder: Path, aux_layer_ids: list[int] = AUX_LAYER_IDS) -> None:
+    """A small real store: 6 training and 2 held-out samples of 9 tokens, the last 5 supervised, random states."""
+    from eyas.data.tokens import Sample, sample_id
+    from eyas.recipe import Target as TargetTable
+    from eyas.store.format import EngineInfo, Manifest, TargetInfo
+    from eyas.store.plan import PlanEntry
+    from eyas.store.writer import StoreWriter
+    from eyas.target import load_target
+
+    target = load_target(TargetTable(path=str(target_folder)))
+    info = TargetInfo(
+        path=str(target.path),
+        architecture=target.architecture,
+        model_digest=target.model_digest,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=target.num_layers,
+    )
+    manifest = Manifest(
+        target=info,
+        tokenizer_digest=target.tokenizer_digest,
+        template_digest="0" * 32,
+        tokens_digest="1" * 32,
+        aux_layer_ids=aux_layer_ids,
+        engine=EngineInfo(kind="local", dtype="float32", version="transformers 5"),
+        shard_bytes=1 << 20,
+    )
+    generator = torch.Generator().manual_seed(3)
+    mask = np.arange(9) >= 4
+    samples = []
+    for number in range(8):
+        token_ids = torch.randint(3, 259, (9,), generator=generator).numpy().astype(np.int32)
+        split: Any = "heldout" if number >= 6 else "train"
+        samples.append(Sample(sample_id(token_ids, mask), "chats", split, token_ids, mask))
+    entries = [PlanEntry(s.id, s.source, s.split, len(s.token_ids), int(s.loss_mask.sum())) for s in samples]
+    with StoreWriter.open(run.store_url, manifest, entries) as writer:
+        for sample in samples:
+            aux = torch.randn(9, 3, target.hidden_size, generator=generator)
+            writer.write(sample, 0, aux, torch.randn(5, target.hidden_size, generator=generator))
 
 
 def write_record(

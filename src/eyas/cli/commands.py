@@ -2,7 +2,7 @@
 
 import typer
 
-from eyas.cli import init, report, run, stage_commands, status
+from eyas.cli import export, init, report, run, stage_commands, status
 
 
 def register(app: typer.Typer) -> None:
@@ -10,5 +10,6 @@ def register(app: typer.Typer) -> None:
     app.command()(run.run)
     for name, command in stage_commands.COMMANDS.items():
         app.command(name)(command)
+    app.command()(export.export)
     app.command()(status.status)
     app.command()(report.report)

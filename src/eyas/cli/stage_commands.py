@@ -1,4 +1,4 @@
-"""One command for each stage: `eyas prepare` ... `eyas export`."""
+"""One command for each stage: `eyas prepare` ... `eyas evaluate`."""
 
 from eyas.cli.options import Limit, Overrides, RecipePath, Redo, read_run
 
@@ -34,16 +34,10 @@ def evaluate(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo:
     _stage("evaluate", recipe, set_, limit, redo)
 
 
-def export(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
-    """Write the drafter as a folder that SGLang and vLLM load (export/)."""
-    _stage("export", recipe, set_, limit, redo)
-
-
 COMMANDS = {
     "prepare": prepare,
     "capture": capture,
     "verify": verify,
     "train": train,
     "evaluate": evaluate,
-    "export": export,
 }

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from eyas import fs
 from eyas.drafter.eagle3 import DrafterConfig
-from eyas.errors import ExportError
+from eyas.errors import CorruptStore, ExportError, StoreError, VerificationFailed
 from eyas.export.check import check_folder
 from eyas.export.form import CONFIG_FILE, WEIGHTS_FILE, engine_config, tensor_shapes
+from eyas.progress import say
 from eyas.record import Inputs, load_record
 from eyas.run import Run
 from eyas.stages import Result, remove_tree
@@ -45,14 +46,15 @@ def execute(run: Run) -> Result:
     """
     target = load_target(run.recipe.target)
     checkpoint = newest_checkpoint(run)
-    drafter, tensors = read_checkpoint(checkpoint)
+    drafter, tensors = read_shape(checkpoint), read_weights(checkpoint)
     settings = run.recipe.export
     config = engine_config(drafter, target, dtype=settings.dtype, sglang_version=settings.sglang_version)
     partial = run.dir / f"{fs.PARTIAL_PREFIX}export"
     remove_tree(partial)
     _write(partial, config, tensors, getattr(torch, settings.dtype))
-    faults = check_folder(partial, target, StoreReader(run.store_url).manifest.aux_layer_ids)
+    faults = check_folder(partial, target, captured_layers(run, drafter))
     if faults:
+        remove_tree(partial)
         raise ExportError(
             f"{checkpoint} can't be exported:\n  " + "\n  ".join(faults),
             expected="what SGLang and vLLM load, with the target's numbers and the store's layers",
@@ -75,6 +77,33 @@ def execute(run: Run) -> Result:
     )
 
 
+def check(run: Run) -> None:
+    """Check the finished `export/` again, as an engine would read it (`eyas export --check`).
+
+    Raises: VerificationFailed, naming each mismatch.
+    """
+    drafter = read_shape(newest_checkpoint(run))
+    faults = check_folder(run.export_dir, load_target(run.recipe.target), captured_layers(run, drafter))
+    if faults:
+        raise VerificationFailed(
+            f"{run.export_dir}:\n  " + "\n  ".join(faults),
+            expected="what `eyas export` wrote",
+            cause="files were edited by hand, or the target's config or the store changed since",
+            next=run.command("export", "--redo"),
+        )
+
+
+def captured_layers(run: Run, drafter: DrafterConfig) -> list[int]:
+    """The layers that the store holds; the checkpoint's own, with a line that says so, where the store is gone."""
+    try:
+        return list(StoreReader(run.store_url).manifest.aux_layer_ids)
+    except CorruptStore:
+        raise
+    except StoreError as error:
+        say(f"export: layer ids are not compared with the store's ({error.seen}); the checkpoint's stand")
+        return drafter.aux_layer_ids
+
+
 def newest_checkpoint(run: Run) -> Path:
     """The folder train/step-N with the largest N. Raises ExportError where there is none."""
     steps = [(int(match[1]), path) for path in run.train_dir.glob("step-*") if (match := _STEP.fullmatch(path.name))]
@@ -83,23 +112,34 @@ def newest_checkpoint(run: Run) -> Path:
     return max(steps)[1]
 
 
-def read_checkpoint(folder: Path) -> tuple[DrafterConfig, dict[str, torch.Tensor]]:
-    """A checkpoint's shape and weights (fp32). Raises ExportError where a file is missing or cut."""
-    path = folder
+def read_shape(checkpoint: Path) -> DrafterConfig:
+    """A checkpoint's drafter.json. Raises ExportError where it is missing or isn't one."""
+    path = checkpoint / "drafter.json"
     try:
-        path = folder / "drafter.json"
-        drafter = DrafterConfig(**json.loads(path.read_text(encoding="utf-8")))
-        path = folder / WEIGHTS_FILE
-        return drafter, load_file(path)
+        return DrafterConfig(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        fault = "missing"
-    except (ValueError, TypeError, SafetensorError) as error:
-        fault = f"not readable: {error}"
-    raise ExportError(
+        raise _not_whole(path, "missing") from None
+    except (ValueError, TypeError) as error:
+        raise _not_whole(path, f"not readable: {error}") from None
+
+
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights, fp32. Raises ExportError where the file is missing or cut."""
+    path = checkpoint / WEIGHTS_FILE
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise _not_whole(path, "missing") from None
+    except SafetensorError as error:
+        raise _not_whole(path, f"not readable: {error}") from None
+
+
+def _not_whole(path: Path, fault: str) -> ExportError:
+    return ExportError(
         f"{path}: {fault}",
         expected="a whole checkpoint of the train stage",
         cause="files were moved or edited by hand, or come from another version of Eyas",
-        next=f"rm -r {folder}   # then export again: the checkpoint before it is used",
+        next=f"rm -r {path.parent}   # then export again: the checkpoint before it is used",
     )
 
 

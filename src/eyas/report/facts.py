@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 from safetensors import safe_open
 
@@ -133,13 +132,12 @@ def gather(run: Run) -> Facts:
 
 def _store_facts(reader: StoreReader, url: str) -> StoreFacts:
     samples = reader.samples()
-    system, path = fsspec.core.url_to_fs(url)
     return StoreFacts(
         url=url,
         samples=len(samples),
         tokens=sum(sample.tokens for sample in samples),
         supervised=sum(sample.supervised for sample in samples),
-        size_bytes=int(system.du(path)),
+        size_bytes=sum(reader.files.sizes().values()),
         manifest=reader.manifest.model_dump(),
     )
 
