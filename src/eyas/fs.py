@@ -2,6 +2,9 @@
 
 A file is either whole or absent, also after a power cut: write a temporary sibling, fsync it, rename it, fsync the
 folder. Temporary names start with `.partial-`, so a later start can sweep what a kill left behind.
+
+Everything that changes the disk goes through this module's `os`: tests replace it by a recorder that forgets whatever
+was not fsynced.
 """
 
 import json
@@ -17,17 +20,19 @@ _READ_BYTES = 8 << 20
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write `data` to `path` so that a reader sees the old content or the new, never a part, also after a crash."""
+    make_folder(path.parent)
     raw = data.encode() if isinstance(data, str) else data
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL_PREFIX}{os.getpid()}-{path.name}")
     try:
-        with partial.open("wb") as handle:
-            handle.write(raw)
-            handle.flush()
-            os.fsync(handle.fileno())
-        partial.replace(path)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            pwrite_all(descriptor, raw, 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        remove(partial)
         raise
     fsync_folder(path.parent)
 
@@ -37,21 +42,92 @@ def write_json(path: Path, value: object) -> None:
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents, each name durable."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        try:
+            os.mkdir(path)
+        except FileExistsError:  # another process was faster
+            continue
+        fsync_folder(path.parent)
+
+
+def create_sized(path: Path, size: int) -> int:
+    """Create (or empty) a file of `size` zero bytes, its room reserved; returns its descriptor, for reading too.
+
+    Raises: OSError (ENOSPC) at once where the disk hasn't the room.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except BaseException:
+        os.close(descriptor)
+        remove(path)
+        raise
+    return descriptor
+
+
+def pwrite_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`; the kernel may take it in parts (2 GiB at most a call)."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in `folder` durable (a rename is only on disk once its folder is)."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync_path(folder)
+
+
+def commit_file(partial: Path, final: Path) -> None:
+    """Give a finished file that another library wrote its name, durably: fsync, rename, fsync of the folder."""
+    _fsync_path(partial)
+    os.replace(partial, final)
+    fsync_folder(final.parent)
+
+
+def commit_folder(partial: Path, final: Path) -> None:
+    """Give a finished folder of files its name, durably. `final` must not exist."""
+    for path in partial.iterdir():
+        _fsync_path(path)
+    fsync_folder(partial)
+    os.rename(partial, final)
+    fsync_folder(final.parent)
+
+
+def _fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
+def remove(path: Path) -> None:
+    """Remove a file; absent is fine."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+
+
 def sweep_partials(folder: Path) -> int:
     """Remove temporary files that a killed process left in `folder`; returns how many."""
     leftovers = list(folder.glob(f"{PARTIAL_PREFIX}*")) if folder.is_dir() else []
     for path in leftovers:
-        path.unlink(missing_ok=True)
+        remove(path)
     return len(leftovers)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that an ordinary user may still write to the file system of `folder`."""
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
 
 
 def digest(*parts: bytes | memoryview | str) -> str:

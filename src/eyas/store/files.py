@@ -1,0 +1,128 @@
+"""Where a store's files lie. Everything above reads, writes and lists them through this class only.
+
+A shard is always built and read as a local file: `stage` says where one is built, `commit` publishes it whole, `local`
+gives it back as a local file. So a remote place stages in a local folder, uploads in `commit` and downloads in `local`.
+"""
+
+import fcntl
+import os
+import re
+from pathlib import Path
+
+from eyas import fs
+from eyas.errors import StoreError
+from eyas.store.format import MANIFEST, SHARDS
+
+_SHARD_FILE = re.compile(rf"{SHARDS}/(\d{{6,}})\.safetensors")
+
+
+class Files:
+    """A store in a local folder.
+
+    Attributes:
+        where: the folder, for messages.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.where = root, str(root)
+        self._lock: int | None = None
+
+    def name(self, name: str) -> str:
+        """A file of the store, for messages."""
+        return f"{self.where}/{name}"
+
+    def create(self) -> None:
+        fs.make_folder(self.root / SHARDS)
+
+    def lock(self) -> None:
+        """Make this process the only writer, until `unlock` or its end."""
+        descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StoreError(
+                f"{self.where}: another process is writing this store",
+                expected="one writing process at a time, with as many threads as you like",
+                next="wait for it, or end it: what it has committed is kept",
+            ) from None
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def sizes(self) -> dict[str, int]:
+        """Name -> bytes of every file of the store, temporary ones left out."""
+        found: dict[str, int] = {}
+        for folder, prefix in ((self.root, ""), (self.root / SHARDS, f"{SHARDS}/")):
+            if folder.is_dir():
+                with os.scandir(folder) as entries:
+                    found |= {prefix + entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        return {name: size for name, size in found.items() if not _base(name).startswith(fs.PARTIAL_PREFIX)}
+
+    def sweep(self) -> int:
+        """Remove what a killed writer left half-made; returns how many files."""
+        return fs.sweep_partials(self.root) + fs.sweep_partials(self.root / SHARDS)
+
+    def read(self, name: str) -> bytes:
+        """Raises: FileNotFoundError."""
+        return (self.root / name).read_bytes()
+
+    def write(self, name: str, data: bytes | str) -> None:
+        """Write a small file so that it is there whole or not at all, also after a power cut."""
+        fs.write_atomic(self.root / name, data)
+
+    def remove(self, name: str) -> None:
+        fs.remove(self.root / name)
+
+    def stage(self, name: str) -> Path:
+        """Where the shard `name` is built, on a local disk."""
+        place = self.root / name
+        return place.with_name(f"{fs.PARTIAL_PREFIX}{place.name}")
+
+    def commit(self, staged: Path, name: str) -> None:
+        """Give the staged shard its name, durably: its bytes are on disk before its name is."""
+        fs.commit_file(staged, self.root / name)
+
+    def local(self, name: str) -> Path:
+        """The shard `name` as a file on a local disk."""
+        return self.root / name
+
+    def free_bytes(self) -> int:
+        """Bytes left where shards are built."""
+        return fs.free_bytes(self.root)
+
+
+def open_files(url: str) -> Files:
+    """The files of the store at `url`, a local folder."""
+    scheme, colon, rest = url.partition("://")
+    if colon and scheme != "file":
+        raise StoreError(f"{url}: no store on `{scheme}://`", expected="a local folder")
+    return Files(Path(rest if colon else url))
+
+
+def refuse_foreign(files: Files) -> None:
+    """Raises: StoreError where the folder is there with something else in it, or isn't there."""
+    sizes = files.sizes()
+    if MANIFEST in sizes:
+        return
+    others = sorted(entry.name for entry in files.root.iterdir())[:5] if files.root.is_dir() else None
+    seen = "no such folder" if others is None else f"no {MANIFEST} in it, but {', '.join(others) or 'nothing'}"
+    raise StoreError(
+        f"{files.where}: {seen}",
+        expected=f"a store: {MANIFEST}, plan.parquet, index.parquet, {SHARDS}/",
+        cause="another folder was meant" if others else "nothing was captured yet",
+        next="eyas capture RECIPE",
+    )
+
+
+def shard_number(name: str) -> int | None:
+    """The number in a shard file's name; None for other files."""
+    match = _SHARD_FILE.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -1,0 +1,88 @@
+"""The index: one row for each sample of a committed shard, with its place, checksums and rejection.
+
+A shard is committed by its own name, after its part of the index, `shards/000000.parquet`, is on disk. Opening and
+closing a store for writing folds the parts into `index.parquet`, which spares a reader from opening thousands of them;
+the parts stay as its second copy. Rows count only while their shard is there.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from eyas import fs
+from eyas.store import plan
+from eyas.store.files import Files, shard_number
+from eyas.store.format import AUX_LAYERS, INDEX, Manifest, part_name, tensors
+from eyas.store.tables import parse_table, table_bytes, table_digest
+
+CHECKSUM_BYTES = 16
+
+
+def schema(manifest: Manifest) -> pa.Schema:
+    """The plan's columns, `rejected` (the reason, "" for a written sample), and `xxh3_128.TENSOR` for each tensor.
+
+    With fp8, `aux_error` [3] and `final_error` [1]: relative error of the sample, |decoded - given| / |given|.
+    """
+    checksums = [(checksum_column(tensor.name), pa.binary(CHECKSUM_BYTES)) for tensor in tensors(manifest)]
+    errors = [
+        *([("aux_error", pa.list_(pa.float32(), AUX_LAYERS))] if manifest.encoding == "fp8" else []),
+        *([("final_error", pa.list_(pa.float32(), 1))] if manifest.final_encoding == "fp8" else []),
+    ]
+    return pa.schema([*plan.SCHEMA, ("rejected", pa.string()), *checksums, *errors])
+
+
+def checksum_column(tensor: str) -> str:
+    return f"xxh3_128.{tensor}"
+
+
+def load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> pa.Table:
+    """The rows of all committed shards in plan order.
+
+    Raises: CorruptStore where index.parquet, or a part that is not folded into it yet, is damaged.
+    """
+    committed = committed_shards(sizes)
+    layout = schema(manifest)
+    tables = [layout.empty_table()]
+    if INDEX in sizes:
+        tables.append(parse_table(files.read(INDEX), files.name(INDEX), layout))
+    folded = set(pc.unique(tables[-1]["shard"]).to_pylist())
+    parts = [part_name(shard) for shard in sorted(committed - folded) if part_name(shard) in sizes]
+    tables += [parse_table(files.read(name), files.name(name), layout) for name in parts]
+    return only(pa.concat_tables(tables), committed)
+
+
+def committed_shards(sizes: Iterable[str]) -> set[int]:
+    return {number for name in sizes if (number := shard_number(name)) is not None}
+
+
+def fold(files: Files, manifest: Manifest) -> pa.Table:
+    """Write index.parquet anew where it differs from what `load` finds; returns the rows."""
+    sizes = files.sizes()
+    rows = load(files, manifest, sizes)
+    raw = table_bytes(rows)
+    if INDEX not in sizes or files.read(INDEX) != raw:
+        files.write(INDEX, raw)
+    return rows
+
+
+def write(files: Files, manifest: Manifest, rows: pa.Table) -> None:
+    """Write index.parquet, and the part of each shard where it is missing or another one."""
+    sizes = files.sizes()
+    for shard in pc.unique(rows["shard"]).to_pylist():
+        raw = table_bytes(rows.filter(pc.equal(rows["shard"], shard)).combine_chunks())
+        if part_name(shard) not in sizes or files.read(part_name(shard)) != raw:
+            files.write(part_name(shard), raw)
+    files.write(INDEX, table_bytes(rows))
+
+
+def digest(manifest: Manifest, rows: pa.Table) -> str:
+    """Equal for equal stores: over manifest, places, rejections and checksums, whatever the order of arrival."""
+    columns = [name for name in schema(manifest).names if not name.endswith("_error")]
+    return fs.digest_json([manifest.identity(), table_digest(rows, columns)])
+
+
+def only(rows: pa.Table, shards: set[int]) -> pa.Table:
+    """The rows of some shards, in plan order."""
+    kept = rows.filter(pc.is_in(rows["shard"], value_set=pa.array(sorted(shards), pa.int32())))
+    return kept.take(pc.sort_indices(kept, [("shard", "ascending"), ("first_token", "ascending")])).combine_chunks()
