@@ -11,7 +11,7 @@ from html import escape
 
 WIDTH = 400
 _LEFT, _RIGHT, _TOP = 42, 12, 22
-_PANEL, _GAP, _BOTTOM = 110, 30, 34
+_PANEL, _GAP, _BOTTOM = 110, 30, 38
 
 Points = Sequence[tuple[float, float]]
 
@@ -36,16 +36,16 @@ def line_chart(panels: Sequence[Panel], x_label: str) -> str:
 
     Panels without points say so. Returns: an <svg> element.
     """
-    reach = max((x for panel in panels for x, _ in panel.points), default=1) or 1
+    reach = max((x for panel in panels for x, _ in panel.points), default=0)
     parts, top = [], _TOP
     for panel in panels:
         parts.append(_panel(panel, top, reach))
         top += _PANEL + _GAP
     base = top - _GAP
-    for value in ticks(0, reach, 5):
+    for value in ticks(0, reach, 5) if reach else ():
         x = _LEFT + value / reach * (WIDTH - _LEFT - _RIGHT)
         parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 15}" text-anchor="middle">{number(value)}</text>')
-    parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{base + 29}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
     label = ", ".join(panel.title for panel in panels) + f" over {x_label}"
     return _svg(base + _BOTTOM, label, parts)
 
@@ -54,14 +54,12 @@ def _panel(panel: Panel, top: float, reach: float) -> str:
     base, right = top + _PANEL, WIDTH - _RIGHT
     parts = [f'<text class="label" x="{_LEFT}" y="{top - 8}">{escape(panel.title)}</text>']
     if not panel.points:
-        middle = (_LEFT + right) / 2
-        parts.append(f'<text class="tick" x="{middle}" y="{top + 58}" text-anchor="middle">no measurements yet</text>')
-        return "".join(parts)
+        return "".join([*parts, _nothing(top + 58)])
     marks = ticks(min(y for _, y in panel.points), max(y for _, y in panel.points), 4)
     low, high = marks[0], marks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return _LEFT + x / reach * (right - _LEFT), base - (y - low) / (high - low) * _PANEL
+        return _LEFT + x / (reach or 1) * (right - _LEFT), base - (y - low) / (high - low) * _PANEL
 
     for value in marks:
         y = place(0, value)[1]
@@ -112,18 +110,25 @@ def bar_chart(series: Sequence[Bars], x_label: str) -> str:
             if width >= 16:
                 at = f'x="{x + width / 2:.1f}" y="{y - 4:.1f}"'
                 parts.append(f'<text class="value" {at} text-anchor="middle">{share * 100:.0f}</text>')
+    if not groups:
+        parts.append(_nothing(top + height / 2 + 20))
     x = float(_LEFT)
     for bars in series:
         parts.append(f'<rect class="bar {bars.style}" x="{x}" y="6" width="10" height="10"/>')
         parts.append(f'<text class="label" x="{x + 15}" y="15">{escape(bars.name)}</text>')
         x += 32 + 6.3 * len(bars.name)
-    parts.append(f'<text class="tick" x="{right}" y="{base + 29}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="{right}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
     return _svg(base + _BOTTOM, ", ".join(bars.name for bars in series) + f" by {x_label}", parts)
 
 
 def _svg(height: float, label: str, parts: Sequence[str]) -> str:
     head = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
     return head + "".join(parts) + "</svg>"
+
+
+def _nothing(y: float) -> str:
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    return f'<text class="tick" x="{middle}" y="{y:g}" text-anchor="middle">no measurements yet</text>'
 
 
 def _title(text: str) -> str:

@@ -72,13 +72,14 @@ def conditions(facts: Facts) -> str:
 def measurements(facts: Facts) -> list[dict[str, Any]]:
     """Each way in which acceptance was measured, with length and share by position."""
     evaluation = facts.evaluation or {}
-    last = facts.heldout[-1] if facts.heldout else {}
+    last, replay, decode = (facts.heldout or [{}])[-1], evaluation.get("replay") or {}, evaluation.get("decode") or {}
     ways = {
         f"while training, step {last.get('step', 0):,}": last,
-        "replay of held-out samples": evaluation.get("replay"),
-        "reference decoding": evaluation.get("decode"),
+        f"replay of {replay.get('samples', 0):,} held-out samples": replay,
+        f"reference decoding of {decode.get('prompts', 0):,} prompts, "
+        f"temperature {decode.get('temperature', 0):g}": decode,
     }
-    return [{"way": way, **part} for way, part in ways.items() if part and part.get("acceptance_per_position")]
+    return [{"way": way, **part} for way, part in ways.items() if part.get("acceptance_per_position")]
 
 
 def training_chart(facts: Facts) -> str:

@@ -2,10 +2,6 @@
 
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from eyas.report.facts import Facts, gather
 from eyas.report.page import conditions, save_page
 from eyas.run import Run
@@ -16,10 +12,9 @@ _OPEN = "not finished"
 def finish(run: Run) -> None:
     """Write the report, and print what the run came to on standard output: its result, not its progress."""
     facts = gather(run)
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, title=run.dir.name, title_justify="left")
-    for name, value in summary_rows(facts, save_page(facts)):
-        table.add_row(name, value)
-    Console(soft_wrap=True, highlight=False).print(table)
+    rows = [("run", run.dir.name), *summary_rows(facts, save_page(facts))]
+    width = max(len(name) for name, _ in rows)
+    print("\n" + "\n".join(f"{name:{width}}  {value}" for name, value in rows))
 
 
 def summary_rows(facts: Facts, report: Path) -> list[tuple[str, str]]:

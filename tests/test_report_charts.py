@@ -1,0 +1,67 @@
+"""The report's charts: right places, round ticks, and valid SVG whatever the data."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.report.charts import Bars, Panel, bar_chart, line_chart, number, thin, ticks
+
+finite = st.floats(-1e9, 1e9).map(lambda value: round(value, 3))
+
+
+@given(finite, finite)
+def test_ticks_are_round_and_enclose(a: float, b: float) -> None:
+    low, high = min(a, b), max(a, b)
+    marks = ticks(low, high, 5)
+    steps = {
+        round((after - before) / (marks[1] - marks[0]), 6) for before, after in zip(marks, marks[1:], strict=False)
+    }
+    slack = 1e-6 * (marks[1] - marks[0])
+    assert marks[0] <= low + slack and marks[-1] >= high - slack
+    assert steps == {1.0} and 2 <= len(marks) <= 12
+    digits = f"{marks[1] - marks[0]:.0e}"[0]
+    assert digits in "125"
+
+
+@given(st.lists(st.tuples(finite, finite), max_size=500), st.integers(1, 50))
+def test_thinning_keeps_the_mean_and_the_last_step(points: list[tuple[float, float]], most: int) -> None:
+    thinned = thin(points, most)
+    assert len(thinned) <= most
+    if points:
+        assert thinned[-1][0] == points[-1][0]
+        assert thin(points, len(points)) == points
+
+
+def test_line_chart_places_points() -> None:
+    svg = ET.fromstring(line_chart([Panel("loss", [(0, 2.0), (100, 4.0)], "s1"), Panel("length", [], "s2")], "steps"))
+    (line,) = svg.iter("polyline")
+    first, last = ([float(n) for n in pair.split(",")] for pair in line.get("points", "").split())
+    assert first[0] < last[0] and first[1] > last[1]  # larger values are higher up, that is at smaller y
+    assert [title.text for title in svg.iter("title")] == ["step 0: loss 2", "step 100: loss 4"]
+    texts = [text.text for text in svg.iter("text")]
+    assert "no measurements yet" in texts and "loss" in texts and "steps" in texts
+
+
+def test_bar_chart_heights_and_names() -> None:
+    svg = ET.fromstring(bar_chart([Bars("replay", [0.5, 0.25], "s1"), Bars("<decode>", [0.4], "s2")], "position"))
+    bars = [bar for bar in svg.iter("rect") if len(bar)]
+    heights = [float(bar.get("height", "0")) for bar in bars]
+    assert heights == pytest.approx([100, 80, 50])  # the scale is 200 units high; both series at position 1, then 2
+    assert bars[1][0].text == "<decode>, position 1: 40.0%"
+    assert "<decode>" in [text.text for text in svg.iter("text")]
+
+
+@given(st.lists(st.floats(0, 1), max_size=16), st.lists(st.tuples(st.integers(0, 10**7), finite), max_size=50))
+def test_charts_are_valid_svg(shares: list[float], points: list[tuple[int, float]]) -> None:
+    ordered = sorted(points)
+    for text in (
+        bar_chart([Bars("a & b", shares, "s1")], "position"),
+        line_chart([Panel('"loss"', ordered, "s1"), Panel("length", ordered[:1], "s2")], "steps"),
+    ):
+        assert ET.fromstring(text).tag == "svg" and "nan" not in text
+
+
+def test_numbers() -> None:
+    assert [number(value) for value in (0, 0.25, 1500, 2e6, 3.5e9)] == ["0", "0.25", "1.5k", "2M", "3.5G"]
