@@ -2,7 +2,7 @@
 
 import typer
 
-from eyas.cli import export, init, report, run, stage_commands, status
+from eyas.cli import export, init, report, run, stage_commands, status, store
 
 
 def register(app: typer.Typer) -> None:
@@ -13,3 +13,4 @@ def register(app: typer.Typer) -> None:
     app.command()(export.export)
     app.command()(status.status)
     app.command()(report.report)
+    app.add_typer(store.app, name="store")

@@ -1,6 +1,7 @@
 """One command for each stage: `eyas prepare` ... `eyas evaluate`."""
 
 from eyas.cli.options import Limit, Overrides, RecipePath, Redo, read_run
+from eyas.cli.verify import verify
 
 
 def _stage(name: str, recipe: RecipePath, set_: Overrides, limit: Limit, redo: Redo) -> None:
@@ -17,11 +18,6 @@ def prepare(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: 
 def capture(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
     """Run the target over the tokens and store its hidden states (store/)."""
     _stage("capture", recipe, set_, limit, redo)
-
-
-def verify(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
-    """Prove that the store holds what was captured: checksums, shapes, values, accounting."""
-    _stage("verify", recipe, set_, limit, redo)
 
 
 def train(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:

@@ -2,11 +2,11 @@
 
 from eyas import fs
 from eyas.errors import VerificationFailed
-from eyas.record import Inputs
+from eyas.record import Inputs, record_path
 from eyas.run import Run
 from eyas.stages import Result
 from eyas.store.reader import StoreReader
-from eyas.store.verify import Report, verify_store
+from eyas.store.verify import Report, repair_store, verify_store
 
 RECAPTURE_FILE = "recapture.json"
 _FAULTS_SHOWN = 20
@@ -19,30 +19,47 @@ def inputs(run: Run) -> Inputs:
 def execute(run: Run) -> Result:
     """Raises: VerificationFailed where anything is wrong or a sample is neither written nor rejected."""
     report = verify_store(run.store_url, logs_dir=run.logs_dir)
-    raise_faults(run, report)
+    raise_faults(run.store_url, report, run)
     counts = {"samples": report.written, "rejected": report.rejected, "checked": report.checked}
     return Result(report.digest, counts)
 
 
-def raise_faults(run: Run, report: Report) -> None:
-    """Raises: VerificationFailed naming what is wrong; the ids to capture again go to logs/recapture.json."""
+def raise_faults(url: str, report: Report, run: Run | None) -> None:
+    """Raises: VerificationFailed naming what is wrong and what to capture again.
+
+    All ids to capture again go to the run's logs/recapture.json.
+    """
+    command = run.command if run else lambda stage, *options: " ".join(["eyas", stage, "RECIPE", *options])
+    again, repair_ = command("capture"), command("verify", "--repair")
     if report.faults:
-        listing = run.logs_dir / RECAPTURE_FILE
-        fs.write_json(listing, {"shards": report.bad_shards, "samples": report.recapture})
         shown = "\n  ".join(str(fault) for fault in report.faults[:_FAULTS_SHOWN])
-        more = len(report.faults) - _FAULTS_SHOWN
-        again, repair = run.command("capture"), run.command("verify", "--repair")
+        more = f"\n  and {len(report.faults) - _FAULTS_SHOWN} more" if len(report.faults) > _FAULTS_SHOWN else ""
+        listed = ""
+        if run is not None:
+            listing = run.logs_dir / RECAPTURE_FILE
+            fs.write_json(listing, {"shards": report.bad_shards, "samples": report.recapture})
+            listed = f" ({listing})"
+        shards = ", ".join(f"{shard:06d}" for shard in report.bad_shards) or "none"
         raise VerificationFailed(
-            f"{run.store_url}: {len(report.faults)} faults\n  {shown}" + (f"\n  and {more} more" if more > 0 else ""),
-            expected=f"what was captured; {len(report.recapture)} samples in {len(report.bad_shards)} shards "
-            f"are to be captured again ({listing})",
+            f"{url}: {len(report.faults)} faults\n  {shown}{more}\n"
+            f"to capture again: {len(report.recapture)} samples{listed} in these shards: {shards}",
+            expected="what was captured, byte for byte",
             cause="a damaged disk or copy, or files edited or moved by hand",
-            next=f"{repair}   # drops those shards; then {again} makes just them again",
+            next=f"{repair_}   # drops those shards; then {again} makes just them again",
         )
     if report.pending:
         raise VerificationFailed(
-            f"{run.store_url}: {report.pending:,} samples are neither written nor rejected",
+            f"{url}: {report.pending:,} samples are neither written nor rejected",
             expected="samples in = written + rejected",
             cause="capture was stopped, or bad shards were dropped",
-            next=f"{run.command('capture')}   # goes on where it was",
+            next=f"{again}   # goes on where it was",
         )
+
+
+def repair(url: str, report: Report, run: Run | None) -> None:
+    """Drop what is bad. The records of capture and verify go first: they would prove what is no longer there."""
+    if run is not None and (report.faults or report.pending):
+        for stage in ("verify", "capture"):
+            fs.remove(record_path(run.dir, stage))
+    if report.faults:
+        repair_store(url, report)
