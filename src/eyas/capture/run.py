@@ -142,12 +142,19 @@ def _capture(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop
 
 
 def _write(engine: LocalEngine, writer: StoreWriter, batch: list[Sample]) -> None:
-    """Run one batch and store it; a sample with bad states is rejected, and said."""
+    """Run one batch and store it; a sample with bad states is rejected, and said.
+
+    A sample that is bad within a batch is run alone first: attention kernels multiply masked values by 0, so a NaN in
+    the padding behind a sample would reach all its rows.
+    """
     states = engine.states([sample.token_ids for sample in batch], [sample.loss_mask for sample in batch])
     for sample, of_sample in zip(batch, states, strict=True):
         try:
             writer.write(sample, 0, of_sample.aux_hidden_states, of_sample.final_hidden_states)
         except BadStates as bad:
+            if len(batch) > 1:
+                _write(engine, writer, [sample])
+                continue
             say(f"capture: rejected: {bad.seen}")
             writer.reject(sample.id, f"{bad.fault} in {bad.tensor}")
 
