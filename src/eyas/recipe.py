@@ -36,18 +36,28 @@ class Target(Table):
 
 class Source(Table):
     path: str = Field(
-        description="File or glob of records: .jsonl, .jsonl.gz or .parquet; relative to the recipe file."
+        description="File, folder or glob of records: .jsonl, .json, .txt (each plain, .gz or .zst), .parquet or "
+        ".arrow; relative to the recipe file."
     )
     name: str = Field("", description="Name in counts and reports; default: the file's name.")
-    format: Literal["auto", "messages", "conversations", "tokens"] = Field(
+    format: Literal["auto", "messages", "conversations", "tokens", "pair", "text", "tree", "moss", "prompts"] = Field(
         "auto",
-        description="Record form: `messages` (role/content), `conversations` (from/value), `tokens` (input_ids + loss_mask, "
-        "or prompt_ids + response_ids); `auto` goes by the keys and says what it took.",
+        description="Record form: `messages`, `conversations` (turns in any role naming), `tokens` (input_ids + "
+        "loss_mask, or prompt_ids + response_ids), `pair` (instruction/output, prompt/response, question/answer...), "
+        "`text` (turns in one preformatted text), `tree` (nested replies), `moss`, `prompts` (no answers yet); `auto` "
+        "goes by the keys and says what it took.",
     )
     split: Literal["auto", "train", "heldout"] = Field(
         "auto",
         description="Split of its samples; `auto`: the record's own `split` key, else data.heldout_fraction decides.",
     )
+    weight: float = Field(
+        0.0,
+        ge=0,
+        description="Share of this source in the mix's tokens, relative to the other sources' weights; 0 in all: no "
+        "weighting.",
+    )
+    budget_tokens: int = Field(0, ge=0, description="Most tokens taken from this source; 0: all.")
 
 
 class Data(Table):
@@ -58,6 +68,11 @@ class Data(Table):
     too_long: Literal["truncate", "reject"] = Field("truncate", description="What happens to a longer one.")
     min_supervised_tokens: int = Field(
         1, ge=1, description="Samples with fewer supervised tokens are rejected, tokens."
+    )
+    mend: bool = Field(
+        True,
+        description="Mend conversations: drop empty turns, join user turns in a row, drop turns after the last answer. "
+        "false rejects them.",
     )
     heldout_fraction: Fraction = Field(
         0.02, description="Share of conversations kept out of training where no split is given."
@@ -72,6 +87,14 @@ class Data(Table):
     limit: int = Field(
         0, ge=0, description="Most samples taken; 0: all. `--limit 50` sets it and names the run NAME-limit50."
     )
+    workers: int = Field(0, ge=0, description="Processes that prepare works with; 0: one for each CPU core.")
+
+    @model_validator(mode="after")
+    def _all_weights_or_none(self) -> "Data":
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            raise ValueError(f"weight must be set for all sources or for none, got {weights}")
+        return self
 
 
 class Engine(Table):
@@ -177,7 +200,7 @@ class Recipe(Table):
 
     name: str = Field(
         "",
-        pattern=r"^[A-Za-z0-9._-]*$",
+        pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$",
         description="The run's name: its folder is runs_dir/name. Default: the file's name.",
     )
     runs_dir: str = Field("runs", description="Folder that holds runs.")

@@ -2,12 +2,13 @@
 
 import typer
 
-from eyas.cli import export, init, report, run, stage_commands, status, store
+from eyas.cli import export, init, prepare, report, run, stage_commands, status, store
 
 
 def register(app: typer.Typer) -> None:
     app.command()(init.init)
     app.command()(run.run)
+    app.command()(prepare.prepare)
     for name, command in stage_commands.COMMANDS.items():
         app.command(name)(command)
     app.command()(export.export)

@@ -1,4 +1,4 @@
-"""One command for each stage: `eyas prepare` ... `eyas evaluate`."""
+"""One command for each stage: `eyas capture` ... `eyas evaluate`."""
 
 from eyas.cli.options import Limit, Overrides, RecipePath, Redo, read_run
 from eyas.cli.verify import verify
@@ -8,11 +8,6 @@ def _stage(name: str, recipe: RecipePath, set_: Overrides, limit: Limit, redo: R
     from eyas.stages import run_stage
 
     run_stage(read_run(recipe, set_, limit), name, redo=redo)
-
-
-def prepare(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
-    """Turn conversations into token ids and loss masks (tokens/)."""
-    _stage("prepare", recipe, set_, limit, redo)
 
 
 def capture(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
@@ -31,7 +26,6 @@ def evaluate(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo:
 
 
 COMMANDS = {
-    "prepare": prepare,
     "capture": capture,
     "verify": verify,
     "train": train,

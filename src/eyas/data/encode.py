@@ -25,6 +25,7 @@ class Encoder:
         end_ids: more ids that end a turn (the target's eos ids), special or not.
 
     Attributes:
+        added: strings of all added tokens, special or not.
         special: strings of special tokens, the longest first.
         pattern: finds them in text.
     """
@@ -36,6 +37,7 @@ class Encoder:
             self._fast.no_truncation()
             self._fast.no_padding()
         added = {index: token for index, token in tokenizer.added_tokens_decoder.items()}
+        self.added = {token.content for token in added.values()}
         ids = {index for index, token in added.items() if token.special} | {i for i in end_ids if i in added}
         self.special = sorted((added[index].content for index in ids), key=lambda text: (-len(text), text))
         self.pattern = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")

@@ -1,105 +1,85 @@
-"""Record shapes: what keys a source's records have, and how each becomes a conversation or tokens."""
+"""Record shapes: which keys a source's records have, and how each shape becomes a conversation or tokens."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eyas.data.records import Conversation, Message, Pretokenised, Record, Rejected
+from eyas.data.turns import ROLE_NAMES, read_turns
 from eyas.errors import DataError
 
-_ROLE_NAMES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-}
+Raw = Mapping[str, Any]
+
 _SPLITS = {"train": "train", "heldout": "heldout", "validation": "heldout", "test": "heldout", "": ""}
-# Keys of a message that templates know; others (ids, timestamps, scores) would only change digests.
-_MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+# Question and answer keys of single exchanges, in the order tried.
+_PAIRS = (
+    ("instruction", ("output", "response", "completion", "answer")),
+    ("prompt", ("response", "completion", "answer", "chosen")),
+    ("question", ("answer", "response", "solution", "output")),
+    ("query", ("response", "answer", "output")),
+    ("input", ("output", "response", "answer")),
+)
+_CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|\Z)", re.DOTALL)
+_HEADINGS = re.compile(
+    r"(?:^|\s)(?:### ?(?P<hash>Human|User|Assistant|System|Instruction|Input|Response) ?:"
+    r"|(?:\n\n|^)(?P<plain>Human|Assistant|USER|ASSISTANT):)\s?"
+)
+_HEADING_ROLES = {"instruction": "user", "input": "user", "response": "assistant"} | ROLE_NAMES
 
 
-def guess_shape(record: Mapping[str, Any], where: str) -> str:
-    """The shape of a record by its keys: `messages`, `conversations` or `tokens`.
+def guess_shape(record: Raw, where: str) -> str:
+    """The shape of a record by its keys.
 
     Raises: DataError naming the keys found where none fits.
     """
-    if "input_ids" in record or "response_ids" in record:
-        return "tokens"
-    for shape in ("messages", "conversations"):
-        if shape in record:
+    for shape, fits in _FITS.items():
+        if fits(record):
             return shape
     raise DataError(
         f"{where}: a record with the keys {', '.join(sorted(record))}",
-        expected="`messages`, `conversations`, `input_ids` + `loss_mask`, or `prompt_ids` + `response_ids`",
+        expected="one of the shapes " + ", ".join(_FITS),
         cause="the source is of a form that Eyas can't guess",
         next="set `format` in that [[data.sources]] table, or rename the keys",
     )
 
 
-def read_record(record: Mapping[str, Any], shape: str, where: str) -> Record:
+def read_record(record: Raw, shape: str, where: str) -> Record:
     """A record of a known shape.
 
     Raises: DataError where the record isn't of that shape or names an unknown role; Rejected where it holds nothing
         to learn from.
     """
-    body = _read_tokens(record, where) if shape == "tokens" else _read_turns(record, shape, where)
+    return Record(_READERS[shape](record, where), record_split(record, where), record_kind(record))
+
+
+def record_split(record: Raw, where: str) -> str:
+    """ "train", "heldout" or "": the record's own `split`."""
     split = record.get("split") or ""
     if split not in _SPLITS:
-        raise DataError(
-            f"{where}: split {split!r}", expected="train or heldout", next="set `split` of the source in the recipe"
-        )
+        raise DataError(f"{where}: split {split!r}", expected="train or heldout", next="set `split` of the source")
+    return _SPLITS[split]
+
+
+def record_kind(record: Raw) -> str:
+    """What refines the source's name in counts: the record's `kind` or `source`, where that is a short word."""
     kind = record.get("kind") or record.get("source") or ""
-    return Record(body, _SPLITS[split], kind if isinstance(kind, str) else "")
+    return kind if isinstance(kind, str) and len(kind) <= 60 else ""
 
 
-def _read_turns(record: Mapping[str, Any], key: str, where: str) -> Conversation:
-    turns = record.get(key)
-    if not isinstance(turns, list):
-        raise _wrong_form(where, record, f"`{key}` to be a list of turns")
-    messages, supervised = [], []
-    for turn in turns:
-        message = _read_turn(turn, where)
-        messages.append(message)
-        supervised.append(message["role"] == "assistant" and turn.get("loss") not in (False, 0))
-    if not messages:
-        raise Rejected("empty_conversation")
-    return Conversation(messages, supervised, record.get("tools") or None)
+def _read_messages(record: Raw, where: str) -> Conversation:
+    if record.get("label") is False:
+        raise Rejected("labelled_bad", "`label` is false: an answer not to learn from")
+    return read_turns(_list(record, ("messages",), where), record, where)
 
 
-def _read_turn(turn: Any, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise DataError(f"{where}: a turn that is a {type(turn).__name__}", expected="a turn with role and text")
-    name = turn.get("role", turn.get("from"))
-    role = _ROLE_NAMES.get(str(name).lower())
-    if role is None:
-        raise DataError(
-            f"{where}: unknown role {name!r}",
-            expected=f"one of {', '.join(_ROLE_NAMES)}",
-            cause="another naming of roles, or a damaged record",
-            next="rename the role in the file",
-        )
-    content = turn.get("content", turn.get("value"))
-    if not isinstance(content, str):
-        if content is not None or not turn.get("tool_calls"):
-            raise Rejected("no_text", f"a {role} turn whose content is a {type(content).__name__}")
-        content = ""
-    extra = {key: turn[key] for key in _MESSAGE_KEYS if turn.get(key) is not None}
-    return {"role": role, "content": content, **extra}
+def _read_conversations(record: Raw, where: str) -> Conversation:
+    turns = _list(record, ("conversations", "conversation"), where)
+    if isinstance(record.get("chosen"), dict):
+        turns = [*turns, record["chosen"]]
+    return read_turns(turns, record, where)
 
 
-def _read_tokens(record: Mapping[str, Any], where: str) -> Pretokenised:
+def _read_tokens(record: Raw, where: str) -> Pretokenised:
     if "response_ids" in record:
         prompt, response = _ids(record, "prompt_ids", where), _ids(record, "response_ids", where)
         return Pretokenised([*prompt, *response], [0] * len(prompt) + [1] * len(response))
@@ -110,21 +90,135 @@ def _read_tokens(record: Mapping[str, Any], where: str) -> Pretokenised:
             expected="one mask value a token",
         )
     if not set(mask) <= {0, 1}:
-        raise DataError(f"{where}: loss_mask holds {max(mask)}", expected="0 or 1 for each token")
+        odd = next(value for value in mask if value not in (0, 1))
+        raise DataError(f"{where}: loss_mask holds {odd}", expected="0 or 1 for each token")
     return Pretokenised(token_ids, mask)
 
 
-def _ids(record: Mapping[str, Any], key: str, where: str) -> list[int]:
+def _read_pair(record: Raw, where: str) -> Conversation:
+    pair = _pair(record)
+    if pair is None:
+        raise _wrong_form(where, record, "a question and an answer")
+    question, answer = record[pair[0]], record[pair[1]]
+    if isinstance(answer, list):
+        return read_turns(answer, record, where)
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise Rejected("not_text", f"`{pair[0]}` or `{pair[1]}` is no text")
+    history = record.get("history") or []
+    turns: list[Message] = []
+    for asked, answered in history:
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    turns += parse_text(question) or [{"role": "user", "content": question}]
+    extra = record.get("input")
+    if pair[0] == "instruction" and isinstance(extra, str) and extra.strip():
+        turns[-1]["content"] += f"\n\n{extra}"
+    return read_turns([*turns, {"role": "assistant", "content": answer}], record, where)
+
+
+def _read_text(record: Raw, where: str) -> Conversation:
+    text = record.get("text")
+    if not isinstance(text, str):
+        raise _wrong_form(where, record, "`text`")
+    turns = parse_text(text)
+    if not turns:
+        raise Rejected("no_turns_in_text", text.strip()[:80])
+    return read_turns(turns, record, where)
+
+
+def _read_tree(record: Raw, where: str) -> Conversation:
+    """The path of best-ranked replies from the root of a tree."""
+    turns, node = [], record.get("prompt")
+    while isinstance(node, dict):
+        turns.append(node)
+        replies = [reply for reply in node.get("replies") or [] if not reply.get("deleted")]
+        node = min(replies, key=lambda reply: (reply.get("rank") is None, reply.get("rank") or 0), default=None)
+    return read_turns(turns, {}, where)
+
+
+def _read_moss(record: Raw, where: str) -> Conversation:
+    turns: list[Message] = [{"role": "system", "content": record.get("meta_instruction") or ""}]
+    chat = record.get("chat")
+    if not isinstance(chat, dict):
+        raise _wrong_form(where, record, "`chat` with turn_1, turn_2...")
+    for key in sorted(chat, key=lambda name: int(name.rpartition("_")[2])):
+        for name, role in (("Human", "user"), ("Tool Responses", "tool"), ("MOSS", "assistant")):
+            # Each text stands between its own marks: "<|Human|>: ...<eoh>".
+            text = re.sub(r"^<\|[\w ]+\|>:\s*|<eo[a-z]>\s*$", "", chat[key].get(name) or "")
+            if text and text != "None\n" and not (role == "tool" and text.strip() == "None"):
+                turns.append({"role": role, "content": text})
+    return read_turns(turns, {}, where)
+
+
+def _read_prompts(record: Raw, where: str) -> Conversation:
+    raise Rejected("no_answer", "a prompt without an answer: the target has to write it first")
+
+
+def parse_text(text: str) -> list[Message]:
+    """Turns of a text that was rendered with a known layout (ChatML, "### Human:", "Human:", Alpaca); else none."""
+    chatml = [{"role": role, "content": content} for role, content in _CHATML.findall(text)]
+    if chatml:
+        return [turn for turn in chatml if turn["content"]]
+    found = list(_HEADINGS.finditer(text))
+    turns: list[Message] = []
+    for heading, following in zip(found, [*found[1:], None], strict=True):
+        content = text[heading.end() : following.start() if following else len(text)].strip()
+        role = _HEADING_ROLES[(heading["hash"] or heading["plain"]).lower()]
+        if turns and turns[-1]["role"] == role == "user":
+            turns[-1]["content"] += f"\n\n{content}"
+        elif content:
+            turns.append({"role": role, "content": content})
+    return turns
+
+
+def _pair(record: Raw) -> tuple[str, str] | None:
+    for question, answers in _PAIRS:
+        if question in record:
+            answer = next((key for key in answers if key in record), None)
+            if answer:
+                return question, answer
+    return None
+
+
+def _list(record: Raw, keys: Sequence[str], where: str) -> list[Any]:
+    turns = next((record[key] for key in keys if key in record), None)
+    if not isinstance(turns, list):
+        raise _wrong_form(where, record, f"`{keys[0]}` to be a list of turns")
+    return turns
+
+
+def _ids(record: Raw, key: str, where: str) -> list[int]:
     values = record.get(key)
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
         raise _wrong_form(where, record, f"`{key}` to be a list of whole numbers")
     return values
 
 
-def _wrong_form(where: str, record: Mapping[str, Any], expected: str) -> DataError:
+def _wrong_form(where: str, record: Raw, expected: str) -> DataError:
     return DataError(
         f"{where}: a record with the keys {', '.join(sorted(record))}",
         expected=f"{expected}, as in the source's first record",
         cause="records of several forms in one source",
         next="split the file into one source for each form, or set `format` in its [[data.sources]] table",
     )
+
+
+_FITS: dict[str, Callable[[Raw], bool]] = {
+    "tokens": lambda record: "input_ids" in record or "response_ids" in record,
+    "messages": lambda record: "messages" in record,
+    "conversations": lambda record: "conversations" in record or isinstance(record.get("conversation"), list),
+    "moss": lambda record: "meta_instruction" in record and "chat" in record,
+    "tree": lambda record: isinstance(record.get("prompt"), dict),
+    "pair": lambda record: _pair(record) is not None,
+    "text": lambda record: "text" in record,
+    "prompts": lambda record: any(key in record for key in ("prompt", "turns", "question", "instruction")),
+}
+_READERS: dict[str, Callable[[Raw, str], Conversation | Pretokenised]] = {
+    "tokens": _read_tokens,
+    "messages": _read_messages,
+    "conversations": _read_conversations,
+    "moss": _read_moss,
+    "tree": _read_tree,
+    "pair": _read_pair,
+    "text": _read_text,
+    "prompts": _read_prompts,
+}

@@ -121,6 +121,42 @@ class ChatTemplate:
         return _take_marks(text) if _OPEN in text else (text, [])
 
 
+def tool_style(template: ChatTemplate) -> str:
+    """How a template takes the arguments of a tool call: "object", "text" (JSON), or "" where it leaves calls out.
+
+    It is found by rendering a call and its result: a template that knows tools prints both.
+    """
+    for style, arguments in (("object", {"probe": "\ufdd2"}), ("text", '{"probe": "\ufdd2"}')):
+        call = {"id": "call0", "type": "function", "function": {"name": "probe_tool", "arguments": arguments}}
+        messages: list[Message] = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "\ufdd3", "tool_call_id": "call0", "name": "probe_tool"},
+            {"role": "assistant", "content": "answer"},
+        ]
+        try:
+            text, _ = template.render(messages)
+        except (Rejected, DataError):
+            continue
+        if "\ufdd2" in text and "\ufdd3" in text:
+            return style
+    return ""
+
+
+def unprompted_header(template: ChatTemplate) -> str:
+    """What a template that ignores add_generation_prompt prints before an answer ("" where that is nothing)."""
+    question: list[Message] = [{"role": "user", "content": "question"}]
+    try:
+        prompt, _ = template.render(question, add_generation_prompt=True)
+        bare, _ = template.render(question)
+        whole, marks = template.render([*question, {"role": "assistant", "content": "\ufdd2"}])
+    except (Rejected, DataError):
+        return ""  # the template wants more than this probe has; its first record will tell
+    if prompt != bare or marks or not whole.startswith(prompt):
+        return ""
+    return whole[len(prompt) :].partition("\ufdd2")[0].strip()
+
+
 def _take_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without marks, and where they stood."""
     pieces, spans, length, start = [], [], 0, 0
