@@ -25,11 +25,6 @@ def make_target() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def demo_target(make_target: ModuleType) -> Path:
-    return make_target.make_target()
-
-
-@pytest.fixture(scope="session")
 def tokenizer(demo_target: Path) -> Any:
     return AutoTokenizer.from_pretrained(demo_target)
 
@@ -134,13 +129,13 @@ def test_second_call_finds_the_folder(demo_target: Path) -> None:
     assert (demo_target / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_killed_build_leaves_no_folder_and_is_made_good(
+def test_an_interrupted_build_leaves_no_folder_and_is_made_good(
     make_target: ModuleType, demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "target"
     with monkeypatch.context() as patch:
-        patch.setattr(make_target, "make_tokenizer", lambda gguf: sys.exit("killed"))
-        with pytest.raises(SystemExit, match="killed"):
+        patch.setattr(make_target, "make_tokenizer", lambda gguf: sys.exit("interrupted"))
+        with pytest.raises(SystemExit, match="interrupted"):
             make_target.make_target(out)
     assert not out.exists()
 

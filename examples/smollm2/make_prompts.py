@@ -1,4 +1,4 @@
-"""The demo's prompts: about 1,500 for training, made from the templates in prompts.toml, and 64 held-out, written by hand.
+"""The demo's prompts: about 1,500 for training, from the templates in prompts.toml, and 64 held-out, written by hand.
 
 Usage: python make_prompts.py     (prints how many there are of each kind)
 """
