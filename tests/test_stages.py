@@ -3,6 +3,7 @@
 import errno
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
