@@ -1,7 +1,8 @@
 """Where a store's files lie. Everything above reads, writes and lists them through this class only.
 
 A shard is always built and read as a local file: `stage` says where one is built, `commit` publishes it whole, `local`
-gives it back as a local file. So a remote place stages in a local folder, uploads in `commit` and downloads in `local`.
+gives it back as a local file. So a remote place (remote.py) stages in a local folder, uploads in `commit` and downloads
+in `local`.
 """
 
 import fcntl
@@ -21,7 +22,10 @@ class Files:
 
     Attributes:
         where: the folder, for messages.
+        remote: True where `root` only stages shards that lie elsewhere.
     """
+
+    remote = False
 
     def __init__(self, root: Path) -> None:
         self.root, self.where = root, str(root)
@@ -62,6 +66,12 @@ class Files:
                     found |= {prefix + entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         return {name: size for name, size in found.items() if not _base(name).startswith(fs.PARTIAL_PREFIX)}
 
+    def others(self) -> list[str] | None:
+        """Names of whatever lies in the store's folder, half-made files left out; None where there is no folder."""
+        if not self.root.is_dir():
+            return None
+        return sorted(path.name for path in self.root.iterdir() if not path.name.startswith(fs.PARTIAL_PREFIX))
+
     def sweep(self) -> int:
         """Remove what a killed writer left half-made; returns how many files."""
         return fs.sweep_partials(self.root) + fs.sweep_partials(self.root / SHARDS)
@@ -96,10 +106,15 @@ class Files:
 
 
 def open_files(url: str) -> Files:
-    """The files of the store at `url`, a local folder."""
+    """The files of the store at `url`: a local folder, or an fsspec URL (s3://BUCKET/PATH...).
+
+    Raises: StoreError where no file system is known or installed for its scheme.
+    """
     scheme, colon, rest = url.partition("://")
     if colon and scheme != "file":
-        raise StoreError(f"{url}: no store on `{scheme}://`", expected="a local folder")
+        from eyas.store.remote import RemoteFiles
+
+        return RemoteFiles(url)
     return Files(Path(rest if colon else url))
 
 
@@ -108,8 +123,8 @@ def refuse_foreign(files: Files) -> None:
     sizes = files.sizes()
     if MANIFEST in sizes:
         return
-    others = sorted(entry.name for entry in files.root.iterdir())[:5] if files.root.is_dir() else None
-    seen = "no such folder" if others is None else f"no {MANIFEST} in it, but {', '.join(others) or 'nothing'}"
+    others = files.others()
+    seen = "no such folder" if others is None else f"no {MANIFEST} in it, but {', '.join(others[:5]) or 'nothing'}"
     raise StoreError(
         f"{files.where}: {seen}",
         expected=f"a store: {MANIFEST}, plan.parquet, index.parquet, {SHARDS}/",

@@ -61,7 +61,7 @@ class StoreReader:
     """A store, open for reading, as it was when it was opened: shards committed later are not seen.
 
     Args:
-        url: a folder.
+        url: a folder, or an fsspec URL.
     Raises: StoreError for a foreign folder or newer format; CorruptStore for a damaged manifest or index.
     """
 

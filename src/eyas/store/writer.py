@@ -70,7 +70,7 @@ class StoreWriter:
         """Create a store, or go on with one of equal manifest and plan.
 
         Args:
-            url: a folder.
+            url: a folder, or an fsspec URL.
             manifest: what all samples share; its `plan` is filled in here.
             samples: all samples that the store is to hold.
             max_bytes: budget of the whole store; 0: none.
@@ -98,7 +98,7 @@ class StoreWriter:
             files.unlock()
             raise
         short = needed - writer._used + min_free_bytes - files.free_bytes()
-        if short > 0:
+        if short > 0 and not files.remote:
             say(f"{url}: the disk is {size(short)} short of what the plan needs; capture stops before it is full")
         return writer
 
@@ -266,13 +266,8 @@ def _check_values(sample: TokenSample, start: int, aux: Encoded, final: Encoded)
 
 def _refuse_others(files: Files) -> None:
     """Raises: StoreError where the folder holds things that are no store's, so that nothing is written among them."""
-    if not files.root.is_dir() or MANIFEST in files.sizes():
-        return
     begun = {PLAN, SHARDS}  # a start that was cut off before its manifest
-    others = [
-        path for path in files.root.iterdir() if path.name not in begun and not path.name.startswith(fs.PARTIAL_PREFIX)
-    ]
-    if others:
+    if MANIFEST not in files.sizes() and set(files.others() or ()) - begun:
         refuse_foreign(files)
 
 
