@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+# Time limits belong to pytest-timeout: on a busy machine one example may wait longer than Hypothesis' 200 ms.
+settings.register_profile("eyas", deadline=None)
+settings.load_profile("eyas")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -23,7 +27,7 @@ def demo_target() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 8 layers, H 48, vocabulary 259, with a byte tokenizer and a ChatML template: a target in seconds."""
+    """A random Llama of 8 layers, H 48, vocabulary 259, a byte tokenizer and a ChatML template: made in seconds."""
     from helpers_tiny import make_tiny_target
 
     return make_tiny_target(tmp_path_factory.mktemp("target"))
