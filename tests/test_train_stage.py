@@ -1,0 +1,249 @@
+"""Training on a tiny random target: it learns, resumes bit for bit, survives kills, and refuses what changed."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_capture import make_run, random_samples
+from safetensors.torch import load_file
+
+from eyas.errors import Interrupted, RecipeError, TrainError
+from eyas.record import load_record
+from eyas.run import Run
+from eyas.stages import run_stage
+from eyas.train import trainer as trainer_module
+from eyas.train.checkpoint import latest
+from eyas.train.log import read_log
+
+SETTINGS = ["train.draft_vocab_size=200", "train.epochs=3", "train.batch_tokens=128", "train.ttt_steps=3"]
+SETTINGS += [
+    "train.lr=3e-3",
+    "train.device=cpu",
+    "train.precision=fp32",
+    "train.checkpoint_every=4",
+    "train.eval_every=8",
+]
+
+
+@pytest.fixture(scope="module")
+def captured(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and a run whose capture and verify are finished."""
+    folder = tmp_path_factory.mktemp("captured")
+    run = make_run(folder, tiny_target, random_samples([20 + 3 * i % 41 for i in range(40)]), overrides=SETTINGS)
+    run_stage(run, "capture")
+    run_stage(run, "verify")
+    return folder
+
+
+def copy_of(captured: Path, folder: Path, *more: str) -> Run:
+    """An own copy of the captured run."""
+    from eyas.run import open_run
+
+    shutil.copytree(captured / "runs", folder / "runs")
+    text = (captured / "recipe.toml").read_text().replace(str(captured), str(folder))
+    (folder / "recipe.toml").write_text(text)
+    return open_run(folder / "recipe.toml", [*SETTINGS, *more])
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    folder = latest(run.train_dir)
+    assert folder is not None
+    return load_file(folder / "model.safetensors")
+
+
+def losses(run: Run) -> list[float]:
+    return [line["loss"] for line in read_log(run.logs_dir / "train.jsonl") if "loss" in line]
+
+
+def test_training_learns_and_leaves_a_record(captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "LOG_EVERY", 1)
+    run = copy_of(captured, tmp_path, "train.epochs=16")
+    record = run_stage(run, "train")
+    epoch = record.counts["steps"] // 16
+    assert sum(losses(run)[-epoch:]) < 0.9 * sum(losses(run)[:epoch])
+    assert record.counts["steps"] == max(line["step"] for line in read_log(run.logs_dir / "train.jsonl"))
+    assert record.counts["heldout"]["verifications"] > 0
+    assert {"drafter.json", "model.safetensors", "optimizer.safetensors", "state.json"} == {
+        path.name for path in (run.train_dir / record.counts["checkpoint"]).iterdir()
+    }
+    masters = weights(run)
+    assert all(tensor.dtype == torch.float32 for name, tensor in masters.items() if name not in ("d2t", "t2d"))
+
+
+def test_golden_losses(captured: Path, tmp_path: Path) -> None:
+    """A change of code that is no change of maths leaves these numbers alone (torch 2.13, fp32, CPU)."""
+    run = copy_of(captured, tmp_path)
+    run_stage(run, "train")
+    assert losses(run) == pytest.approx(GOLDEN, rel=2e-4)
+
+
+GOLDEN = [8.92252, 11.60211, 9.84052, 10.48337]
+
+
+class Stopped(Exception):
+    """Stands for a kill right after a step."""
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the trainer die after so many steps of this process."""
+    done = 0
+    original = trainer_module.Trainer._step
+
+    def counted(self: object, *arguments: object) -> object:
+        nonlocal done
+        if done == step:
+            raise Stopped
+        done += 1
+        return original(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer_module.Trainer, "_step", counted)
+
+
+@pytest.mark.parametrize("after", [1, 6, 9])
+def test_resume_is_bit_equal(captured: Path, tmp_path: Path, after: int) -> None:
+    straight = copy_of(captured, tmp_path / "straight")
+    run_stage(straight, "train")
+    broken = copy_of(captured, tmp_path / "broken")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        stop_after(after, patch)
+        run_stage(broken, "train")
+    run_stage(broken, "train")
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(broken)[name]), name
+    assert losses(straight) == losses(broken)
+    first, second = (load_record(run.dir, "train") for run in (straight, broken))
+    assert first is not None and second is not None and first.output == second.output
+
+
+def command(run: Run, folder: Path, *more: str) -> Sequence[str]:
+    options = [part for text in [*SETTINGS, *more] for part in ("--set", text)]
+    return [sys.executable, "-m", "eyas", "train", str(folder / "recipe.toml"), *options]
+
+
+def wait_for(condition, process: subprocess.Popen, what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.stderr.read() if process.stderr else what
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+LONG = "train.epochs=200"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(captured: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = copy_of(captured, tmp_path, LONG)
+    process = subprocess.Popen(command(run, tmp_path, LONG), stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: latest(run.train_dir) is not None, process, "no checkpoint came")
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, told
+    stopped = re.search(r"train stopped after step (\d+) of", told)
+    assert stopped, told
+    assert latest(run.train_dir) == run.train_dir / f"step-{stopped[1]}"
+    assert "next: eyas run" in told
+    assert load_record(run.dir, "train") is None
+
+
+def test_kill_9_in_training_then_run_again_gives_the_same_drafter(captured: Path, tmp_path: Path) -> None:
+    straight = copy_of(captured, tmp_path / "straight", "train.epochs=20")
+    run_stage(straight, "train")
+    killed = copy_of(captured, tmp_path / "killed", "train.epochs=20")
+    for checkpoint in (8, 24):
+        process = subprocess.Popen(
+            command(killed, tmp_path / "killed", "train.epochs=20"), stderr=subprocess.PIPE, text=True
+        )
+        wait_for(
+            lambda least=checkpoint: (found := latest(killed.train_dir)) is not None and int(found.name[5:]) >= least,
+            process,
+            "no checkpoint came",
+        )
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    run_stage(killed, "train")
+    for name, tensor in weights(straight).items():
+        assert torch.equal(tensor, weights(killed)[name]), name
+    assert losses(straight) == losses(killed)
+
+
+def test_unfinished_training_refuses_another_recipe(captured: Path, tmp_path: Path) -> None:
+    run = copy_of(captured, tmp_path)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        stop_after(5, patch)
+        run_stage(run, "train")
+    from eyas.run import open_run
+
+    changed = open_run(tmp_path / "recipe.toml", [*SETTINGS, "train.lr=1e-5"])
+    with pytest.raises(TrainError) as error:
+        run_stage(changed, "train")
+    assert "train.lr was 0.003 and is now 1e-05" in str(error.value)
+    assert "--redo" in error.value.next
+    assert latest(run.train_dir) is not None, "nothing is lost"
+
+
+def test_finished_training_is_skipped_and_refuses_another_recipe(captured: Path, tmp_path: Path) -> None:
+    run = copy_of(captured, tmp_path)
+    first = run_stage(run, "train")
+    assert run_stage(run, "train") == first
+    from eyas.run import open_run
+
+    with pytest.raises(RecipeError, match=r"train.ttt_steps was 3 and is now 2"):
+        run_stage(open_run(tmp_path / "recipe.toml", [*SETTINGS, "train.ttt_steps=2"]), "train")
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy_of(captured, tmp_path)
+    original = trainer_module.Trainer._pack
+
+    def poisoned(self: object, samples: list) -> object:
+        pack = original(self, samples)  # type: ignore[arg-type]
+        pack.aux[3, 5] = float("nan")
+        return pack
+
+    monkeypatch.setattr(trainer_module.Trainer, "_pack", poisoned)
+    with pytest.raises(TrainError) as error:
+        run_stage(run, "train")
+    assert "step 1: loss nan" in str(error.value)
+    assert re.search(r"samples [0-9a-f]{32}", str(error.value))
+
+
+def test_status_and_log_are_whole_lines_after_a_kill(captured: Path, tmp_path: Path) -> None:
+    """A line cut by a kill is dropped and written again, never half kept."""
+    run = copy_of(captured, tmp_path)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        stop_after(9, patch)
+        run_stage(run, "train")
+    log = run.logs_dir / "train.jsonl"
+    log.write_text(log.read_text() + '{"step": 9, "loss": 1.')
+    run_stage(run, "train")
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == sorted(
+        line["step"] for line in read_log(log)
+    )
+
+
+def test_interrupted_is_no_error_of_the_run(captured: Path, tmp_path: Path) -> None:
+    run = copy_of(captured, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        original = trainer_module.Trainer._step
+
+        def signalled(self: object, *arguments: object) -> object:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return original(self, *arguments)  # type: ignore[arg-type]
+
+        patch.setattr(trainer_module.Trainer, "_step", signalled)
+        with pytest.raises(Interrupted) as stopped:
+            run_stage(run, "train")
+    assert stopped.value.exit_code == 143
+    assert not (run.logs_dir / "last_error.json").exists()
