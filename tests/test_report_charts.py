@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.report.charts import Bars, Panel, bar_chart, line_chart, number, thin, ticks
+from eyas.report.charts import WIDTH, Bars, Panel, bar_chart, line_chart, number, thin, ticks
 
 finite = st.floats(-1e9, 1e9).map(lambda value: round(value, 3))
 
@@ -53,14 +53,16 @@ def test_bar_chart_heights_and_names() -> None:
     assert "<decode>" in [text.text for text in svg.iter("text")]
 
 
-@given(st.lists(st.floats(0, 1), max_size=16), st.lists(st.tuples(st.integers(0, 10**7), finite), max_size=50))
+@given(st.lists(st.floats(0, 1), max_size=16), st.lists(st.tuples(st.integers(1, 10**7), finite), max_size=50))
 def test_charts_are_valid_svg(shares: list[float], points: list[tuple[int, float]]) -> None:
     ordered = sorted(points)
     for text in (
         bar_chart([Bars("a & b", shares, "s1")], "position"),
         line_chart([Panel('"loss"', ordered, "s1"), Panel("length", ordered[:1], "s2")], "steps"),
     ):
-        assert ET.fromstring(text).tag == "svg" and "nan" not in text
+        svg = ET.fromstring(text)
+        assert svg.tag == "svg" and "nan" not in text
+        assert all(0 <= float(part.get("x", "0")) <= WIDTH for part in svg.iter("text"))
 
 
 def test_numbers() -> None:

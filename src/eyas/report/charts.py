@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 400
-_LEFT, _RIGHT, _TOP = 42, 12, 22
-_PANEL, _GAP, _BOTTOM = 110, 30, 38
+_LEFT, _RIGHT, _TOP = 46, 12, 22
+_PANEL, _GAP, _BOTTOM = 110, 38, 38
 
 Points = Sequence[tuple[float, float]]
 
@@ -42,7 +42,7 @@ def line_chart(panels: Sequence[Panel], x_label: str) -> str:
         parts.append(_panel(panel, top, reach))
         top += _PANEL + _GAP
     base = top - _GAP
-    for value in ticks(0, reach, 5) if reach else ():
+    for value in [mark for mark in ticks(0, reach, 5) if mark <= reach] if reach else []:
         x = _LEFT + value / reach * (WIDTH - _LEFT - _RIGHT)
         parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 15}" text-anchor="middle">{number(value)}</text>')
     parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
