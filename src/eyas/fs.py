@@ -18,8 +18,11 @@ PARTIAL_PREFIX = ".partial-"
 _READ_BYTES = 8 << 20
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` to `path` so that a reader sees the old content or the new, never a part, also after a crash."""
+def write_atomic(path: Path, data: bytes | str, durable: bool = True) -> None:
+    """Write `data` to `path` so that a reader sees the old content or the new, never a part, also after a crash.
+
+    Not `durable`: a crash soon after may bring the old content back; for what can be made again.
+    """
     make_folder(path.parent)
     raw = data.encode() if isinstance(data, str) else data
     partial = path.with_name(f"{PARTIAL_PREFIX}{os.getpid()}-{path.name}")
@@ -34,7 +37,8 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     except BaseException:
         remove(partial)
         raise
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -42,8 +46,11 @@ def write_json(path: Path, value: object) -> None:
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def make_folder(folder: Path) -> None:
-    """Create a folder and its missing parents, each name durable."""
+def make_folder(folder: Path, durable: bool = True) -> None:
+    """Create a folder and its missing parents, each name durable.
+
+    Not `durable`: for a folder whose parent is fsynced soon after anyhow.
+    """
     missing = []
     while not folder.is_dir():
         missing.append(folder)
@@ -53,7 +60,8 @@ def make_folder(folder: Path) -> None:
             os.mkdir(path)
         except FileExistsError:  # another process was faster
             continue
-        fsync_folder(path.parent)
+        if durable:
+            fsync_folder(path.parent)
 
 
 def create_sized(path: Path, size: int) -> int:

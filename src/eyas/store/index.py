@@ -61,8 +61,8 @@ def fold(files: Files, manifest: Manifest) -> pa.Table:
     sizes = files.sizes()
     rows = load(files, manifest, sizes)
     raw = table_bytes(rows)
-    if INDEX not in sizes or files.read(INDEX) != raw:
-        files.write(INDEX, raw)
+    if len(rows) and (INDEX not in sizes or files.read(INDEX) != raw):
+        files.write(INDEX, raw, durable=False)  # the parts have it all
     return rows
 
 
@@ -73,7 +73,7 @@ def write(files: Files, manifest: Manifest, rows: pa.Table) -> None:
         raw = table_bytes(rows.filter(pc.equal(rows["shard"], shard)).combine_chunks())
         if part_name(shard) not in sizes or files.read(part_name(shard)) != raw:
             files.write(part_name(shard), raw)
-    files.write(INDEX, table_bytes(rows))
+    files.write(INDEX, table_bytes(rows), durable=False)
 
 
 def digest(manifest: Manifest, rows: pa.Table) -> str:

@@ -205,7 +205,7 @@ class StoreReader:
                 where = self.files.name(shard_name(int(self.rows.shard[row])))
                 raise CorruptStore(
                     f"{where}: {name} of sample {self.rows.id(row)} has checksum {seen.hex()}",
-                    expected=f"{stored.hex()}, as written",
+                    expected=f"{stored.hex()}, as the index says",
                     cause="a damaged disk or copy",
                     next="eyas verify RECIPE --repair, then eyas capture RECIPE: sound shards are kept",
                 )

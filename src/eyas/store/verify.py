@@ -101,10 +101,11 @@ def verify_store(
     sizes = files.sizes()
     faults: list[Fault] = []
     plan = _plan(files, manifest, sizes, faults)
-    rows = Rows(_index(files, manifest, sizes, faults))
+    bad: set[int] = set()
+    rows = Rows(_index(files, manifest, sizes, faults, bad))
     shards = sorted(index.committed_shards(sizes))
     _orphans(sizes, plan, set(rows.shard.tolist()), faults)
-    bad = {shard for shard in shards if not _as_planned(shard, rows, plan, faults)}
+    bad |= {shard for shard in shards if not _as_planned(shard, rows, plan, faults)}
     job = _ShardCheck(files, manifest, rows, fraction, seed)
     report = Report(digest=index.digest(manifest, rows.table))
     with (
@@ -128,7 +129,7 @@ def repair_store(url: str, report: Report) -> None:
     files.lock()
     try:
         manifest = parse_manifest(files.read(MANIFEST), files.name(MANIFEST))
-        rows = _index(files, manifest, files.sizes(), [])
+        rows = _index(files, manifest, files.sizes(), [], set())
         for shard in report.bad_shards:
             files.remove(shard_name(shard))
             files.remove(part_name(shard))
@@ -149,8 +150,8 @@ def _plan(files: Files, manifest: Manifest, sizes: dict[str, int], faults: list[
         return None
 
 
-def _index(files: Files, manifest: Manifest, sizes: dict[str, int], faults: list[Fault]) -> pa.Table:
-    """Rows of all committed shards, from whichever copy is sound; the two must agree."""
+def _index(files: Files, manifest: Manifest, sizes: dict[str, int], faults: list[Fault], bad: set[int]) -> pa.Table:
+    """Rows of all committed shards, from whichever copy is sound; the two must agree. Missing shards are `bad`."""
     schema = index.schema(manifest)
 
     def parse(name: str) -> pa.Table:
@@ -164,8 +165,11 @@ def _index(files: Files, manifest: Manifest, sizes: dict[str, int], faults: list
 
     folded = parse(INDEX)
     folded = schema.empty_table() if folded is None else folded
-    tables = [schema.empty_table()]
-    for shard in sorted(index.committed_shards(sizes)):
+    tables, committed = [schema.empty_table()], index.committed_shards(sizes)
+    for shard in sorted(set(pc.unique(folded["shard"]).to_pylist()) - committed):
+        faults.append(Fault(shard_name(shard), f"missing; {INDEX} has its samples"))
+        bad.add(shard)
+    for shard in sorted(committed):
         part, rows = parse(part_name(shard)), folded.filter(pc.equal(folded["shard"], shard))
         if part is not None and len(rows) and not part.equals(rows.combine_chunks()):
             faults.append(Fault(part_name(shard), f"differs from {INDEX}"))
