@@ -3,14 +3,12 @@
 Shards are captured one after another, so that they are committed one after another: a kill loses the open shard.
 """
 
-import shutil
 from collections import Counter
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
-from eyas import fs
 from eyas.capture.plan import batches
 from eyas.data.tokens import Sample, Tokens
 from eyas.engine.local import LocalEngine
@@ -72,12 +70,12 @@ def discard(run: Run) -> None:
         return
     files.lock()
     try:
-        shutil.rmtree(files.root / SHARDS, ignore_errors=True)
-        for name in (INDEX, PLAN, MANIFEST):
+        shards = [name for name in files.sizes() if name.startswith(f"{SHARDS}/")]
+        for name in (*shards, INDEX, PLAN, MANIFEST):
             files.remove(name)
+        files.sweep()
     finally:
         files.unlock()
-    fs.sweep_partials(files.root)
 
 
 def _manifest(run: Run, target: Target, tokens: Tokens) -> Manifest:

@@ -1,5 +1,7 @@
 """One command for each stage: `eyas capture` ... `eyas evaluate`."""
 
+from collections.abc import Callable
+
 from eyas.cli.options import Limit, Overrides, RecipePath, Redo, read_run
 from eyas.cli.verify import verify
 
@@ -25,7 +27,7 @@ def evaluate(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo:
     _stage("evaluate", recipe, set_, limit, redo)
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "capture": capture,
     "verify": verify,
     "train": train,

@@ -5,11 +5,14 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.options import Limit, Overrides, RecipePath, Redo, read_run
+from eyas.cli.options import Limit, Overrides, Redo, read_run
+
+# A string, for a Path makes s3:/ of s3://
+Place = Annotated[str, typer.Argument(help="Recipe file, the folder of a run, or a store.", metavar="RECIPE")]
 
 
 def verify(
-    recipe: RecipePath,
+    recipe: Place,
     set_: Overrides = None,
     limit: Limit = 0,
     redo: Redo = False,
@@ -32,9 +35,9 @@ def verify(
     if not 0 < sample <= 1:
         raise RecipeError(f"--sample {sample}", expected="a share above 0 and at most 1")
     run: Run | None = None
-    url, again = str(recipe), "eyas capture RECIPE"
-    if not (Path(recipe) / MANIFEST).is_file():
-        run = read_run(recipe, set_, limit)
+    url, again = recipe, "eyas capture RECIPE"
+    if "://" not in recipe and not (Path(recipe) / MANIFEST).is_file():
+        run = read_run(Path(recipe), set_, limit)
         url, again = run.store_url, run.command("capture")
     if run is not None and sample == 1 and not repair:
         run_stage(run, "verify", redo=redo)
