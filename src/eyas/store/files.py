@@ -36,7 +36,9 @@ class Files:
         return f"{self.where}/{name}"
 
     def create(self) -> None:
-        fs.make_folder(self.root / SHARDS)
+        """Make the folders. The name of the inner one gets durable with the plan's, the next thing written."""
+        fs.make_folder(self.root)
+        fs.make_folder(self.root / SHARDS, durable=False)
 
     def lock(self) -> None:
         """Make this process the only writer, until `unlock` or its end."""
@@ -80,9 +82,9 @@ class Files:
         """Raises: FileNotFoundError."""
         return (self.root / name).read_bytes()
 
-    def write(self, name: str, data: bytes | str) -> None:
-        """Write a small file so that it is there whole or not at all, also after a power cut."""
-        fs.write_atomic(self.root / name, data)
+    def write(self, name: str, data: bytes | str, durable: bool = True) -> None:
+        """Write a small file so that it is there whole or not at all; `durable`: also after a power cut from now on."""
+        fs.write_atomic(self.root / name, data, durable)
 
     def remove(self, name: str) -> None:
         fs.remove(self.root / name)
