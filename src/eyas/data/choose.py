@@ -89,7 +89,7 @@ class Chooser:
             keys = light["conversation"][rows][split == 0]
             open_samples += len(keys)
             below += int((keys < min(threshold, 2**64 - 1)).sum())
-            smallest = np.unique(np.concatenate([np.array(smallest, np.uint64), keys]))[: _MIN_HELDOUT + 1].tolist()
+            smallest = np.unique(np.concatenate([np.array(smallest, np.uint64), keys]))[: 2 * _MIN_HELDOUT].tolist()
         if threshold and not below and not given[_HELDOUT] and len(smallest) > 1:
             # Too few conversations for the fraction: the four with the lowest digests, or half where there are fewer.
             threshold = smallest[min(_MIN_HELDOUT, len(smallest) // 2)]

@@ -26,6 +26,7 @@ class Encoder:
 
     Attributes:
         added: strings of all added tokens, special or not.
+        ends: ids that end a turn.
         special: strings of special tokens, the longest first.
         pattern: finds them in text.
     """
@@ -37,8 +38,10 @@ class Encoder:
             self._fast.no_truncation()
             self._fast.no_padding()
         added = {index: token for index, token in tokenizer.added_tokens_decoder.items()}
+        own_end = tokenizer.eos_token_id
+        self.ends = frozenset([*end_ids, *([] if own_end is None else [own_end])])
         self.added = {token.content for token in added.values()}
-        ids = {index for index, token in added.items() if token.special} | {i for i in end_ids if i in added}
+        ids = {index for index, token in added.items() if token.special} | {i for i in self.ends if i in added}
         self.special = sorted((added[index].content for index in ids), key=lambda text: (-len(text), text))
         self.pattern = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
         self._is_special: npt.NDArray[np.bool_] = np.zeros(max(len(tokenizer), *ids, 0) + 1, dtype=np.bool_)

@@ -139,7 +139,21 @@ class Maker:
         token_ids = np.array(body.token_ids, dtype=np.int64)
         if len(token_ids) and not (token_ids.min() >= 0 and token_ids.max() < self.vocab_size):
             raise Rejected("token_outside_vocabulary", f"ids {token_ids.min()} to {token_ids.max()}")
-        return token_ids.astype(np.int32), np.array(body.loss_mask, dtype=np.bool_)
+        loss_mask = np.array(body.loss_mask, dtype=np.bool_)
+        self._check_ends(token_ids, loss_mask)
+        return token_ids.astype(np.int32), loss_mask
+
+    def _check_ends(self, token_ids: npt.NDArray[np.int64], loss_mask: LossMask) -> None:
+        """Refuse a mask that stops before the end-of-turn token: one that is shifted, or counts labels."""
+        for end in stretch_ends(loss_mask).tolist():
+            if end + 1 < len(token_ids) and token_ids[end + 1] in self.encoder.ends:
+                if token_ids[end] in self.encoder.ends:
+                    continue
+                raise Rejected(
+                    "end_of_turn_not_supervised",
+                    f"loss_mask ends at token {end}, the end-of-turn token {token_ids[end + 1]} follows: loss_mask[i] "
+                    "must say that token i was written by the assistant, its end-of-turn token included",
+                )
 
     def _render(self, body: Conversation, place: str, made: Made) -> list[Rendered]:
         if self.template is None:

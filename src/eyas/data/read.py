@@ -138,9 +138,9 @@ def _unpacked(path: Path, file: IO[bytes]) -> IO[bytes]:
     return file
 
 
-def _read(handle: IO[bytes], path: Path, line: int, size: int = _CHUNK_BYTES) -> bytes:
+def _read(handle: IO[bytes], path: Path, line: int, size: int = 0) -> bytes:
     try:
-        return handle.read(size)
+        return handle.read(size or _CHUNK_BYTES)
     except (EOFError, zlib.error, pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise

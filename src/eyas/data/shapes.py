@@ -21,8 +21,8 @@ _PAIRS = (
 )
 _CHATML = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\s*|\Z)", re.DOTALL)
 _HEADINGS = re.compile(
-    r"(?:^|\s)(?:### ?(?P<hash>Human|User|Assistant|System|Instruction|Input|Response) ?:"
-    r"|(?:\n\n|^)(?P<plain>Human|Assistant|USER|ASSISTANT):)\s?"
+    r"(?:(?<!\S)### ?(?P<hash>Human|User|Assistant|System|Instruction|Input|Response) ?:"
+    r"|(?:\A\s*|\n\n)(?P<plain>Human|Assistant|USER|ASSISTANT):)[ \n]?"
 )
 _HEADING_ROLES = {"instruction": "user", "input": "user", "response": "assistant"} | ROLE_NAMES
 
@@ -108,7 +108,7 @@ def _read_pair(record: Raw, where: str) -> Conversation:
     turns: list[Message] = []
     for asked, answered in history:
         turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    turns += parse_text(question) or [{"role": "user", "content": question}]
+    turns += _parse_prompt(question) or [{"role": "user", "content": question}]
     extra = record.get("input")
     if pair[0] == "instruction" and isinstance(extra, str) and extra.strip():
         turns[-1]["content"] += f"\n\n{extra}"
@@ -159,15 +159,22 @@ def parse_text(text: str) -> list[Message]:
     if chatml:
         return [turn for turn in chatml if turn["content"]]
     found = list(_HEADINGS.finditer(text))
+    ends = [heading.start() for heading in found[1:]] + [len(text)]
     turns: list[Message] = []
-    for heading, following in zip(found, [*found[1:], None], strict=True):
-        content = text[heading.end() : following.start() if following else len(text)].strip()
+    for heading, end in zip(found, ends, strict=False):
+        content = text[heading.end() : end].strip()
         role = _HEADING_ROLES[(heading["hash"] or heading["plain"]).lower()]
         if turns and turns[-1]["role"] == role == "user":
             turns[-1]["content"] += f"\n\n{content}"
         elif content:
             turns.append({"role": role, "content": content})
     return turns
+
+
+def _parse_prompt(text: str) -> list[Message]:
+    """Turns of a prompt that ends where an answer is to begin; else none: a question may well quote a dialogue."""
+    layout = text.rstrip().endswith(("<|im_start|>assistant", "### Assistant:", "### Response:", "\n\nAssistant:"))
+    return [turn for turn in parse_text(text) if turn["content"].strip()] if layout else []
 
 
 def _pair(record: Raw) -> tuple[str, str] | None:

@@ -79,6 +79,10 @@ class ChatTemplate:
     where: str
     variables: Mapping[str, Any] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the compiled form, which can't be sent to another process."""
+        return {"source": self.source, "where": self.where, "variables": self.variables}
+
     @property
     def digest(self) -> str:
         """Identity of the template and its variables."""

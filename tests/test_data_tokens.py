@@ -1,0 +1,114 @@
+"""The token set: what is written is read, in order, by id, or not at all."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eyas.data import tokens
+from eyas.data.tokens import Sample, Tokens, TokensWriter, sample_id
+from eyas.errors import DataError
+
+
+def make_sample(ids, mask, split="train", source="s"):
+    token_ids, loss_mask = np.array(ids, np.int32), np.array(mask, np.bool_)
+    return Sample(sample_id(token_ids, loss_mask), source, split, token_ids, loss_mask)
+
+
+samples = st.lists(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=20).map(
+        lambda pairs: make_sample(*zip(*pairs, strict=True))
+    ),
+    max_size=30,
+    unique_by=lambda sample: sample.id,
+)
+
+
+def write(folder, items, facts=None):
+    with TokensWriter(folder) as writer:
+        for item in items:
+            writer.add(item)
+        return writer.finish(facts or {})
+
+
+def equal(a, b):
+    return (
+        (a.id, a.source, a.split) == (b.id, b.source, b.split)
+        and np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.loss_mask, b.loss_mask)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(items=samples, group=st.integers(1, 7), data=st.data())
+def test_round_trip(tmp_path_factory, items, group, data):
+    folder = tmp_path_factory.mktemp("tokens") / "tokens"
+    rows_per_group, tokens.ROWS_PER_GROUP = tokens.ROWS_PER_GROUP, group
+    try:
+        manifest = write(folder, items)
+    finally:
+        tokens.ROWS_PER_GROUP = rows_per_group
+    held = Tokens(folder)
+    assert len(held) == len(items) == manifest["samples"]
+    assert manifest["tokens"] == sum(len(item.token_ids) for item in items)
+    assert manifest["supervised_tokens"] == sum(int(item.loss_mask.sum()) for item in items)
+    assert all(equal(a, b) for a, b in zip(held, items, strict=True))
+    wanted = data.draw(st.lists(st.sampled_from(items), max_size=10)) if items else []
+    assert all(equal(a, b) for a, b in zip(held.fetch([w.id for w in wanted]), wanted, strict=True))
+    light = held.table(["sample_id", "tokens", "supervised"]).to_pydict()
+    assert light["sample_id"] == [item.id for item in items]
+    assert light["tokens"] == [len(item.token_ids) for item in items]
+    assert light["supervised"] == [int(item.loss_mask.sum()) for item in items]
+
+
+def test_sample_id_is_the_digest_of_ids_and_mask():
+    ids, mask = [1, 70000, 3], [0, 1, 1]
+    naive = xxhash.xxh3_128(struct.pack("<3i", *ids) + bytes(mask)).hexdigest()
+    assert make_sample(ids, mask).id == naive
+    assert make_sample(ids, [0, 1, 0]).id != naive
+
+
+def test_digest_follows_order_split_and_source(tmp_path):
+    a, b = make_sample([1, 2], [0, 1]), make_sample([3, 4], [0, 1])
+    moved = make_sample([1, 2], [0, 1], split="heldout")
+    digests = [write(tmp_path / "t", items)["digest"] for items in ([a, b], [a, b], [b, a], [moved, b])]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_nothing_is_visible_before_it_is_finished(tmp_path):
+    folder = tmp_path / "tokens"
+    write(folder, [make_sample([1, 2], [0, 1])])
+    with pytest.raises(KeyboardInterrupt), TokensWriter(folder) as writer:
+        writer.add(make_sample([5, 6], [0, 1]))
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens"]
+    assert [sample.token_ids.tolist() for sample in Tokens(folder)] == [[1, 2]]
+
+
+def test_arrays_can_be_written_to(tmp_path):
+    write(tmp_path / "tokens", [make_sample([1, 2], [0, 1])])
+    (sample,) = Tokens(tmp_path / "tokens")
+    assert sample.token_ids.flags.writeable
+    assert sample.loss_mask.flags.writeable
+
+
+def test_missing_cut_and_foreign_sets(tmp_path):
+    with pytest.raises(DataError, match="no token set here"):
+        Tokens(tmp_path / "absent")
+    folder = tmp_path / "tokens"
+    write(folder, [make_sample([1, 2], [0, 1])])
+    with pytest.raises(DataError, match="no sample ffff"):
+        Tokens(folder).fetch(["f" * 32])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"samples": 2}))
+    with pytest.raises(DataError, match="format 1, 1 rows"):
+        Tokens(folder)
+    whole = (folder / "samples.parquet").read_bytes()
+    (folder / "samples.parquet").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match="not a whole token set"):
+        Tokens(folder)
