@@ -69,9 +69,9 @@ class LocalEngine:
         Raises: EngineError for token ids outside the vocabulary, or where the device's memory is too small.
         """
         lengths = [len(ids) for ids in token_ids]
-        padded = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+        padded = np.zeros((len(lengths), max(lengths)), np.int64)
         for row, ids in enumerate(token_ids):
-            padded[row, : len(ids)] = torch.from_numpy(ids)
+            padded[row, : len(ids)] = ids
         low, high = int(padded.min()), int(padded.max())
         if low < 0 or high >= self.vocab_size:
             raise EngineError(
@@ -79,12 +79,11 @@ class LocalEngine:
                 expected=f"ids of 0 to {self.vocab_size - 1}, the target's vocabulary",
                 cause="the tokens were made with another tokenizer",
             )
-        aux, final = self._forward(padded.to(self.device))
+        aux, final = self._forward(torch.from_numpy(padded).to(self.device))
         for row, (length, mask) in enumerate(zip(lengths, loss_masks, strict=True)):
-            supervised = torch.from_numpy(mask).to(self.device)
+            supervised = torch.from_numpy(np.flatnonzero(mask)).to(self.device)
             yield States(
-                torch.stack([layer[row, :length] for layer in aux], dim=1),
-                final[row, :length].index_select(0, supervised.nonzero()[:, 0]),
+                torch.stack([layer[row, :length] for layer in aux], dim=1), final[row].index_select(0, supervised)
             )
 
     @torch.inference_mode()
