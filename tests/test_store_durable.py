@@ -1,0 +1,102 @@
+"""A power cut at any moment loses nothing that was committed, and no fsync can be spared."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_disk import Disk, Event, RecordingOs, without
+from helpers_store import Sample, make_manifest, make_samples, scratch_folder, write_rows
+
+from eyas import fs
+from eyas.errors import EyasError
+from eyas.store.format import MANIFEST
+from eyas.store.reader import StoreReader
+from eyas.store.verify import verify_store
+from eyas.store.writer import StoreWriter
+
+torch.set_num_threads(1)
+SAMPLES = make_samples(5, longest=9)
+STORE = make_manifest(shard_bytes=600)
+
+
+def write_pending(url: str, most_shards: int, recorder: RecordingOs | None = None) -> None:
+    by_id: dict[str, Sample] = {sample.id: sample for sample in SAMPLES}
+    writer = StoreWriter.open(url, STORE, [sample.entry for sample in SAMPLES])
+    done: list[str] = [] if recorder is None else list(recorder.log[-1].reported or []) if recorder.log else []
+    for ids in writer.pending()[:most_shards]:
+        for name in ids:
+            write_rows(writer, by_id[name], 0, len(by_id[name].token_ids))
+        done += ids
+        if recorder is not None:
+            recorder.report(list(done))
+    writer.close()
+    if recorder is not None:
+        recorder.report(list(done))
+
+
+@pytest.fixture(scope="module")
+def log() -> list[Event]:
+    """All that two processes do on a disk: the first makes a store and commits two shards, the second the rest."""
+    with scratch_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        recorder = RecordingOs(folder)
+        patch.setattr(fs, "os", recorder)
+        write_pending(str(folder / "runs" / "store"), 2, recorder)
+        write_pending(str(folder / "runs" / "store"), 99, recorder)
+        assert verify_store(str(folder / "runs" / "store")).pending == 0
+    return recorder.log
+
+
+def faults_after_power_cuts(log: list[Event], seen: dict[object, str]) -> str:
+    """What is wrong after a power cut at the first moment that goes wrong, or ""."""
+    disk, promised = Disk(), []
+    for event in log:
+        disk.apply(event)
+        promised = event.reported if event.kind == "reported" and event.reported is not None else promised
+        for files in disk.after_power_cut():
+            state = (tuple(sorted(files.items())), tuple(promised))
+            if state not in seen:
+                seen[state] = fault_in(files, promised)
+            if seen[state]:
+                return seen[state]
+    return ""
+
+
+def fault_in(files: dict[str, bytes], promised: list[str]) -> str:
+    """What is wrong with a disk: a promised sample is gone, something committed is damaged, or capture can't go on."""
+    with scratch_folder() as folder:
+        for name, data in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith("/"):
+                (folder / name).mkdir(exist_ok=True)
+            else:
+                (folder / name).write_bytes(data)
+        store = folder / "runs" / "store"
+        try:
+            if (store / MANIFEST).is_file():
+                if report := verify_store(str(store)).faults:
+                    return str(report[0])
+                StoreReader(str(store)).plan.info()
+            with StoreWriter.open(str(store), STORE, [sample.entry for sample in SAMPLES]) as writer:
+                lost = set(promised) & {name for ids in writer.pending() for name in ids}
+        except EyasError as error:
+            return str(error)
+        return f"lost {lost}" if lost else ""
+
+
+def test_nothing_is_lost_at_any_moment(log: list[Event]) -> None:
+    assert faults_after_power_cuts(log, {}) == ""
+
+
+def test_every_fsync_is_needed(log: list[Event]) -> None:
+    fsyncs = [place for place, event in enumerate(log) if event.kind.startswith("fsync")]
+    assert len(fsyncs) > 20
+    seen: dict[object, str] = {}
+    spared = [log[place] for place in fsyncs if not faults_after_power_cuts(without(log, place), seen)]
+    assert spared == []
+
+
+def test_the_recorder_notes_what_the_writer_does(log: list[Event]) -> None:
+    kinds = {event.kind for event in log}
+    assert kinds == {"write", "fsync", "fsync_folder", "name", "mkdir", "reported"}
+    shards = [event.name for event in log if event.kind == "name" and Path(event.name).suffix == ".safetensors"]
+    assert shards[:2] == [".partial-000000.safetensors", "000000.safetensors"]
