@@ -78,7 +78,7 @@ def naive_feature(drafter: Drafter, embedding: Tensor, sample: Sample, row: int,
     groups = attention.heads // attention.kv_heads
 
     def project(feature: Tensor, token: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        x = layer.attention_input(embedding[token][None], feature[None])
+        x = torch.cat([layer.input_layernorm(embedding[token][None]), layer.hidden_norm(feature[None])], dim=-1)
         cos, sin = drafter.rope(torch.tensor([position]), feature[None])
         q = rotate(attention.q_proj(x).view(1, attention.heads, -1), cos, sin)[0]
         k = rotate(attention.k_proj(x).view(1, attention.kv_heads, -1), cos, sin)[0]

@@ -7,7 +7,7 @@ from helpers_drafter import Sample, make_drafter, make_samples, naive_feature, n
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eyas.drafter import ttt
+from eyas.drafter import attention
 from eyas.drafter.align import align, teaching_positions, trained_rows
 from eyas.drafter.pack import Pack, pack_samples
 from eyas.drafter.ttt import unroll
@@ -38,7 +38,7 @@ def loss_of(samples: list[Sample], steps: int = 3, drafter=None):
 
 @pytest.mark.parametrize("chunk", [256, 3])
 def test_unroll_equals_one_row_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ttt, "CHUNK_ROWS", chunk)
+    monkeypatch.setattr(attention, "CHUNK_ROWS", chunk)
     drafter, samples = make_drafter(), make_samples(MASKS)
     embedding = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     packed = pack(samples, 3)

@@ -3,7 +3,7 @@
 Source: EAGLE-3, arXiv:2503.01840; layout of `LlamaForCausalLMEagle3` as SGLang and vLLM load it.
 
     aux [.., 3H] --fc--> feature g            embedding of the next token e
-    x = [input_layernorm(e), hidden_norm(g)]  (2H wide, q, k and v read it)
+    q, k, v read [input_layernorm(e), hidden_norm(g)], 2H wide
     h = g + o_proj(attention(q, k, v));  g' = h + mlp(post_attention_layernorm(h))
     logits over the draft vocabulary = lm_head(norm(g'));  g' (before the norm) is fed back as the next feature
 
@@ -11,6 +11,8 @@ Shapes: R rows, H hidden, Hq/Hk query/key-value heads, D head_dim, V target voca
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eyas.drafter.attention import widen
 from eyas.errors import TrainError
 from eyas.recipe import Drafter as DrafterTable
 from eyas.target import Target
@@ -83,19 +86,19 @@ class DrafterConfig:
         )
 
 
-def widen(x: Tensor) -> Tensor:
-    """At least fp32: what norms, softmax and losses are computed in (fp64 stays fp64, for exact tests)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 class Linear(nn.Linear):
     """A bias-free linear map; its fp32 master weight is cast to the input's dtype, and its gradient is fp32 again."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self._cast: Tensor | None = None
+
+    def cast(self, dtype: torch.dtype) -> Tensor:
+        """The weight in a compute dtype."""
+        return self._cast if self._cast is not None else self.weight.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.cast(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -125,14 +128,28 @@ class Attention(nn.Module):
         self.v_proj = Linear(2 * config.hidden_size, self.kv_heads * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size)
 
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[R, 2H] -> rotated queries [R, Hq, D]."""
-        return rotate(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)), cos, sin)
+    def embed_half(self, normed_embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """What the embedding half [R, H] of the input adds to queries [R, Hq * D], keys and values [R, 2 * Hk * D].
 
-    def key_value(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, 2H] -> rotated keys and values, [R, Hk, D] each."""
-        keys = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)), cos, sin)
-        return keys, self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        A token keeps its share whatever the step and row that read it, so it is projected once.
+        """
+        h, dtype = normed_embeds.shape[-1], normed_embeds.dtype
+        key_value = torch.cat([self.k_proj.cast(dtype)[:, :h], self.v_proj.cast(dtype)[:, :h]])
+        return F.linear(normed_embeds, self.q_proj.cast(dtype)[:, :h]), F.linear(normed_embeds, key_value)
+
+    def query(self, embed_half: Tensor, normed_features: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries [R, Hq, D] from both halves."""
+        h = normed_features.shape[-1]
+        projected = embed_half + F.linear(normed_features, self.q_proj.cast(normed_features.dtype)[:, h:])
+        return rotate(projected.unflatten(-1, (self.heads, self.head_dim)), cos, sin)
+
+    def key_value(self, embed_half: Tensor, normed_features: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, [R, Hk, D] each, from both halves."""
+        h, dtype = normed_features.shape[-1], normed_features.dtype
+        weight = torch.cat([self.k_proj.cast(dtype)[:, h:], self.v_proj.cast(dtype)[:, h:]])
+        projected = embed_half + F.linear(normed_features, weight)
+        keys, values = projected.unflatten(-1, (2 * self.kv_heads, self.head_dim)).chunk(2, dim=-2)
+        return rotate(keys, cos, sin), values
 
 
 class MLP(nn.Module):
@@ -156,10 +173,6 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-
-    def attention_input(self, embeds: Tensor, features: Tensor) -> Tensor:
-        """[R, H] and [R, H] -> [R, 2H]."""
-        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(features)], dim=-1)
 
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
         """Attention output [R, Hq * D] and the residual [R, H] -> the next feature [R, H] (pre-norm)."""
@@ -195,6 +208,18 @@ class Drafter(nn.Module):
             for parameter in self.parameters():
                 if parameter.dim() == 2:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+    @contextmanager
+    def cast_once(self, dtype: torch.dtype) -> Iterator[None]:
+        """Within the block every linear map uses one cast of its weight, whatever the number of steps that read it."""
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        try:
+            for linear in linears:
+                linear._cast = linear.weight.to(dtype)
+            yield
+        finally:
+            for linear in linears:
+                linear._cast = None
 
     @property
     def draft_ids(self) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from eyas.drafter.attention import attend
 from eyas.drafter.eagle3 import Drafter
-from eyas.drafter.ttt import attend
 from eyas.drafter.walk import Acceptance
 from eyas.engine.local import entering, find_decoder, load_model
 from eyas.evaluate.accept import accept_greedy, accept_sampled, sample
@@ -84,13 +84,11 @@ class DrafterSession:
     @torch.inference_mode()
     def absorb(self, aux: Tensor, next_tokens: Sequence[int]) -> None:
         """Add accepted positions: the target's aux states [n, 3H] and the token that follows each."""
-        layer, like = self.drafter.midlayer, self.embedding
-        features = self.drafter.fc(aux.to(like.dtype))
-        x = layer.attention_input(like[torch.tensor(next_tokens, device=like.device)], features)
+        features = self.drafter.fc(aux.to(self.embedding.dtype))
         cos, sin = self._rope(len(self.keys), len(next_tokens))
-        keys, values = layer.self_attn.key_value(x, cos, sin)
+        keys, values, _ = self._project(next_tokens, features, cos, sin)
         self.keys, self.values = torch.cat([self.keys, keys]), torch.cat([self.values, values])
-        self.last_x, self.last_feature = x[-1:], features[-1:]
+        self.last_token, self.last_feature = next_tokens[-1], features[-1:]
 
     @torch.inference_mode()
     def draft(self, temperature: float, generator: torch.Generator) -> tuple[list[int], Tensor]:
@@ -98,21 +96,19 @@ class DrafterSession:
 
         Returns: target token ids, and [K, V] probabilities over the target's vocabulary (empty at temperature 0).
         """
-        layer, attention = self.drafter.midlayer, self.drafter.midlayer.self_attn
+        layer = self.drafter.midlayer
         visible = torch.ones(1, len(self.keys), dtype=torch.bool, device=self.keys.device)
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         tokens: list[int] = []
         probs: list[Tensor] = []
-        x, feature = self.last_x, self.last_feature
+        token, feature = self.last_token, self.last_feature
         for step in range(self.drafts):
             cos, sin = self._rope(len(self.keys) - 1 + step, 1)
-            if step > 0:
-                x = layer.attention_input(self.embedding[tokens[-1]][None], feature)
-                key, value = attention.key_value(x, cos, sin)
+            key, value, query = self._project([token], feature, cos, sin)
+            if step > 0:  # the newest position's own key is in the context already
                 own_keys.append(key)
                 own_values.append(value)
-            query = attention.query(x, cos, sin)
             feature = layer.finish(feature, attend(query, self.keys, self.values, own_keys, own_values, visible))
             logits = self.drafter.logits(feature)[0]
             if temperature == 0:
@@ -121,8 +117,20 @@ class DrafterSession:
                 weights = (logits / temperature).softmax(-1)
                 draft = sample(weights, generator)
                 probs.append(weights.new_zeros(len(self.embedding)).index_copy(0, self.draft_ids, weights))
-            tokens.append(int(self.draft_ids[draft]))
+            token = int(self.draft_ids[draft])
+            tokens.append(token)
         return tokens, torch.stack(probs) if probs else self.embedding.new_empty(0, len(self.embedding))
+
+    def _project(
+        self, tokens: Sequence[int], features: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and queries of rows that see these tokens and features."""
+        layer, attention = self.drafter.midlayer, self.drafter.midlayer.self_attn
+        embeds = self.embedding[torch.tensor(tokens, device=self.embedding.device)]
+        embed_query, embed_kv = attention.embed_half(layer.input_layernorm(embeds))
+        normed = layer.hidden_norm(features)
+        keys, values = attention.key_value(embed_kv, normed, cos, sin)
+        return keys, values, attention.query(embed_query, normed, cos, sin)
 
     def _rope(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(first, first + count, device=self.embedding.device)

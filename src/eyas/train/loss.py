@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.drafter.eagle3 import Drafter, widen
+from eyas.drafter.attention import widen
+from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import Pack
 from eyas.drafter.ttt import unroll
+from eyas.train.fused import SoftCrossEntropy
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,15 @@ def pack_loss(
     total = target_probs.new_zeros(())
     per_step, hits, rows = [], [], []
     draft_ids = drafter.draft_ids
-    for k, features in enumerate(unroll(drafter, embedding, pack, steps)):
-        at = alignment.steps[k]
-        row, teacher, sample = (torch.from_numpy(index).to(device) for index in (at.row, at.teacher, at.sample))
-        logits = drafter.logits(features[row])
-        row_loss = F.cross_entropy(logits, target_probs[teacher], reduction="none")
-        step_loss = (row_loss * in_vocab[teacher] * per_sample[sample]).sum()
-        total = total + decay**k * step_loss
-        per_step.append(step_loss.detach())
-        hits.append((draft_ids[logits.detach().argmax(-1)] == target_argmax[teacher]).sum())
-        rows.append(torch.tensor(len(row), device=device))
+    with drafter.cast_once(pack.aux.dtype):
+        for k, features in enumerate(unroll(drafter, embedding, pack, steps)):
+            at = alignment.steps[k]
+            row, teacher, sample = (torch.from_numpy(index).to(device) for index in (at.row, at.teacher, at.sample))
+            weights = in_vocab[teacher] * per_sample[sample]
+            hidden = drafter.norm(features[row])
+            step_loss, drafts = SoftCrossEntropy.apply(hidden, drafter.lm_head.weight, target_probs, teacher, weights)
+            total = total + decay**k * step_loss
+            per_step.append(step_loss.detach())
+            hits.append((draft_ids[drafts] == target_argmax[teacher]).sum())
+            rows.append(torch.tensor(len(row), device=device))
     return PackLoss(total, torch.stack(per_step), torch.stack(hits), torch.stack(rows))
