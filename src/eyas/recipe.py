@@ -5,17 +5,33 @@ as comments. `--set table.key=value` overrides a key; the value is read as TOML,
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eyas.errors import RecipeError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+Preset = Literal[
+    "",
+    "ultrachat-200k",
+    "sharegpt",
+    "open-perfectblend",
+    "magpie",
+    "openthoughts",
+    "tulu-3",
+    "opencodeinstruct",
+    "codealpaca",
+    "gsm8k",
+    "lmsys-chat-1m",
+]
 
 
 class Table(BaseModel):
@@ -36,9 +52,17 @@ class Target(Table):
 
 class Source(Table):
     path: str = Field(
+        "",
         description="File, folder or glob of records: .jsonl, .json, .txt (each plain, .gz or .zst), .parquet or "
-        ".arrow; relative to the recipe file."
+        ".arrow; relative to the recipe file. Needed unless `preset` is set.",
     )
+    preset: Preset = Field(
+        "",
+        description="A known data set, fetched from the hub unless `path` says where it lies: ultrachat-200k, "
+        "sharegpt, open-perfectblend, magpie, openthoughts, tulu-3, opencodeinstruct, codealpaca, gsm8k, "
+        "lmsys-chat-1m.",
+    )
+    revision: str = Field("", description="Revision of the preset's repository; empty: the local cache's, or main.")
     name: str = Field("", description="Name in counts and reports; default: the file's name.")
     format: Literal["auto", "messages", "conversations", "tokens", "pair", "text", "tree", "moss", "prompts"] = Field(
         "auto",
@@ -59,6 +83,12 @@ class Source(Table):
     )
     budget_tokens: int = Field(0, ge=0, description="Most tokens taken from this source; 0: all.")
 
+    @model_validator(mode="after")
+    def _from_somewhere(self) -> "Source":
+        if not self.path and not self.preset:
+            raise ValueError("a source needs `path` or `preset`")
+        return self
+
 
 class Data(Table):
     sources: list[Source] = Field(
@@ -74,6 +104,24 @@ class Data(Table):
         description="Mend conversations: drop empty turns, join user turns in a row, drop turns after the last answer. "
         "false rejects them.",
     )
+    drop_pattern: str = Field(
+        "", description="Regular expression: conversations with a turn in which it is found are left out."
+    )
+    languages: list[str] = Field(
+        default_factory=list,
+        description="Languages kept, as ISO 639-1 codes such as en and zh, by the conversation's text; empty: all. "
+        "Needs `pip install eyas[language]`.",
+    )
+    near_duplicates: Fraction = Field(
+        0.0,
+        description="Records that share at least this part of their 5-grams of tokens with an earlier one are left "
+        "out, across sources (0.8 is usual); 0: only equal ones are.",
+    )
+    evaluation_prompts: list[str] = Field(
+        default_factory=list,
+        description="Files of prompts that training must not see: records that hold one are left out, except held-out "
+        "ones. Relative to the recipe file.",
+    )
     heldout_fraction: Fraction = Field(
         0.02, description="Share of conversations kept out of training where no split is given."
     )
@@ -88,6 +136,15 @@ class Data(Table):
         0, ge=0, description="Most samples taken; 0: all. `--limit 50` sets it and names the run NAME-limit50."
     )
     workers: int = Field(0, ge=0, description="Processes that prepare works with; 0: one for each CPU core.")
+
+    @field_validator("drop_pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return pattern
 
     @model_validator(mode="after")
     def _all_weights_or_none(self) -> "Data":
@@ -307,9 +364,16 @@ def _resolve(recipe: Recipe, path: Path) -> Recipe:
         expanded = Path(text).expanduser()
         return str(expanded if expanded.is_absolute() else folder / expanded)
 
-    sources = [source.model_copy(update={"path": absolute(source.path)}) for source in recipe.data.sources]
+    sources = [
+        source.model_copy(update={"path": source.path and absolute(source.path)}) for source in recipe.data.sources
+    ]
+    prompts = [absolute(prompts) for prompts in recipe.data.evaluation_prompts]
     data = recipe.data.model_copy(
-        update={"sources": sources, "template": recipe.data.template and absolute(recipe.data.template)}
+        update={
+            "sources": sources,
+            "evaluation_prompts": prompts,
+            "template": recipe.data.template and absolute(recipe.data.template),
+        }
     )
     target_path = recipe.target.path
     # A hub name ("org/model") looks like a relative path: it is one only if that folder is there.

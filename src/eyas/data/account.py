@@ -10,8 +10,10 @@ import numpy.typing as npt
 from eyas.data.make import Made
 from eyas.errors import DataError
 
-# Why a record that gave good samples is left out after all. These are choices, not faults: they never fail the stage.
-LATE_REASONS = ("", "duplicate", "near_duplicate", "evaluation_prompt", "over_budget", "over_limit")
+# Why a record that gave good samples is left out after all.
+LATE_REASONS = ("", "duplicate", "near_duplicate", "over_budget", "over_limit")
+# Reasons that speak of a choice, not of a fault in the data: they don't fail the stage, and neither do late ones.
+_CHOICES = ("evaluation_prompt", "drop_pattern", "language", "labelled_bad")
 # A source's records may name so many kinds; more (a URL each, say) are counted together.
 _MAX_KINDS = 64
 
@@ -70,6 +72,8 @@ class Account:
     def check(self) -> None:
         """Raises: DataError with the top reasons where more than half of the records give no sample."""
         faults: Counter[str] = sum((counts.rejected for counts in self._counts), Counter())
+        for reason in _CHOICES:
+            faults.pop(reason, None)
         if faults.total() * 2 <= self.records:
             return
         top = faults.most_common(3)

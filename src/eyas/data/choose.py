@@ -60,6 +60,7 @@ class Chooser:
             light = self._spill.light(bucket)
             rows, doubles = _unique(light, self._open)
             self._note_doubles(light, doubles)
+            self._note_barred(light, writer)
             splits = _splits(light, plan.threshold)
             chosen = np.array([row for row in rows.tolist() if self._admit(light, row, splits, plan)], dtype=np.intp)
             self.kept[light["record"][chosen]] = True
@@ -111,16 +112,24 @@ class Chooser:
         plan.budget[source] -= int(light["tokens"][row])
         return True
 
+    def _note_barred(self, light: Light, writer: TokensWriter) -> None:
+        """A line for each record that was left out before."""
+        for row in np.flatnonzero(~self._open[light["record"]] & (light["turn"] == 0)).tolist():
+            reason = LATE_REASONS[self.late[light["record"][row]]]
+            writer.reject(self._line(light, row, reason, "much the same as an earlier record"))
+
+    def _line(self, light: Light, row: int, reason: str, detail: str) -> dict[str, Any]:
+        source = self._account.labels[int(light["label"][row])]
+        place = {"file": self._files[int(light["file"][row])], "line": int(light["line"][row])}
+        return {"source": source, **place, "reason": reason, "detail": detail}
+
     def _note_doubles(self, light: Light, doubles: npt.NDArray[np.intp]) -> None:
-        labels = self._account.labels
         for row in doubles.tolist():
             record = int(light["record"][row])
             if self.late[record] in (0, _OVER_BUDGET, _OVER_LIMIT):
                 self.late[record] = _DUPLICATE
                 sample_id = f"{int(light['id_high'][row]):016x}{int(light['id_low'][row]):016x}"
-                place = {"file": self._files[int(light["file"][row])], "line": int(light["line"][row])}
-                line = {"source": labels[int(light["label"][row])], **place, "reason": "duplicate"}
-                self._doubles.append((record, line | {"detail": f"the same sample as {sample_id}"}))
+                self._doubles.append((record, self._line(light, row, "duplicate", f"the same sample as {sample_id}")))
 
 
 def _unique(light: Light, open_records: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from eyas import fs
 from eyas.data.clean import clean
 from eyas.data.encode import Encoder
+from eyas.data.filters import Filters
+from eyas.data.near import Signature, signature
 from eyas.data.read import Chunk
 from eyas.data.records import Conversation, Message, Pretokenised, Rejected
 from eyas.data.render import Rendered, render_conversation
@@ -77,6 +79,7 @@ class Made:
         kinds: per record, what refines the source's name.
         mended: how often records were mended, by what was done.
         odd: samples whose mask looks wrong, by what is odd about it.
+        signatures: (record, sample id, MinHash) of each record with samples, where near-duplicates are looked for.
     """
 
     kinds: list[str] = field(default_factory=list)
@@ -84,6 +87,7 @@ class Made:
     refusals: list[Refusal] = field(default_factory=list)
     mended: Counter[str] = field(default_factory=Counter)
     odd: Counter[str] = field(default_factory=Counter)
+    signatures: list[tuple[int, str, Signature]] = field(default_factory=list)
 
 
 @dataclass
@@ -92,6 +96,7 @@ class Maker:
 
     Attributes:
         tools: how the template takes tool calls (template.tool_style).
+        filters: what the recipe leaves out on purpose.
     """
 
     data: Data
@@ -99,6 +104,7 @@ class Maker:
     template: ChatTemplate | None
     vocab_size: int
     tools: str
+    filters: Filters
 
     def __post_init__(self) -> None:
         foreign = [mark for mark in _FAMILY_MARKS if mark not in self.encoder.added]
@@ -121,8 +127,10 @@ class Maker:
                 record = read_record(raw, shape, chunk.place(line))
                 if isinstance(record.body, Pretokenised):
                     pairs = [self._as_they_are(record.body)]
+                    self.filters.check_tokens(record.body, split or record.split, self.encoder)
                     made.drafts += self._drafts(index, line, split or record.split, pairs, made)
                 else:
+                    self.filters.check_turns(record.body, split or record.split)
                     texts = self._render(record.body, chunk.place(line), made)
                     open_records.append((index, line, split or record.split, texts))
             except Rejected as error:
@@ -212,6 +220,9 @@ class Maker:
             if loss_mask.all():
                 made.odd["everything is supervised"] += 1
             drafts.append(Draft(index, line, sample_id(token_ids, loss_mask), split, key, token_ids, loss_mask))
+        if self.data.near_duplicates:
+            # The last sample of a record holds the most of its turns.
+            made.signatures.append((index, drafts[-1].id, signature(drafts[-1].token_ids)))
         return drafts
 
     def _fitted(self, token_ids: TokenIds, loss_mask: LossMask) -> tuple[TokenIds, LossMask]:

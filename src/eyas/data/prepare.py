@@ -12,11 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from eyas import fs
-from eyas.data.account import Account
+from eyas.data.account import LATE_REASONS, Account
 from eyas.data.choose import Chooser
+from eyas.data.contamination import load_contamination
 from eyas.data.encode import Encoder
+from eyas.data.filters import Filters
 from eyas.data.make import Maker
+from eyas.data.near import NearDuplicates
 from eyas.data.pool import Job, run_jobs
+from eyas.data.presets import PRESETS, fetch, local_files
 from eyas.data.read import read_chunks, source_files
 from eyas.data.shapes import guess_shape
 from eyas.data.spill import Spill
@@ -52,6 +56,8 @@ def inputs(run: Run) -> Inputs:
     for index, source in enumerate(data.sources):
         pairs[f"data.sources.{index}"] = source.model_dump()
     pairs |= {f"content of {path}": _identity(path) for _, path in find_files(data)}
+    for pattern in data.evaluation_prompts:
+        pairs |= {f"content of {path}": _identity(path) for path in source_files(pattern)}
     template = load_template(data.template, target.tokenizer, data.template_args)
     return pairs | {
         "tokenizer": target.tokenizer_digest,
@@ -70,13 +76,18 @@ def execute(run: Run) -> Result:
     data, target = run.recipe.data, load_target(run.recipe.target)
     maker = make_maker(data, target)
     files = find_files(data)
-    account = Account([source.name or _default_name(source) for source in data.sources])
+    account = Account([source_name(source) for source in data.sources])
     spill_dir = run.dir / f"{fs.PARTIAL_PREFIX}spill"
-    with Spill(spill_dir, _source_bytes(files), data.seed) as spill, TokensWriter(run.tokens_dir) as writer:
-        _make_all(run, maker, files, account, spill, writer)
+    with (
+        Spill(spill_dir, _source_bytes(files), data.seed) as spill,
+        NearDuplicates(spill_dir / "signatures", data.near_duplicates) as near,
+        TokensWriter(run.tokens_dir) as writer,
+    ):
+        _make_all(run, maker, files, account, spill, near, writer)
         account.check()
         spill.close()
         barred = np.zeros(account.records, dtype=np.uint8)
+        barred[near.find()] = LATE_REASONS.index("near_duplicate")
         chooser = Chooser(data, spill, account, [str(path) for _, path in files], barred)
         chooser.write(writer)
         _warn(account, writer)
@@ -111,12 +122,23 @@ def make_maker(data: Data, target: Target) -> Maker:
         say(
             f"warning: {template.where} ignores add_generation_prompt, so {header!r} counts as the assistant's own text"
         )
-    return Maker(data, encoder, template, target.vocab_size, tool_style(template) if template else "")
+    contamination = load_contamination(data.evaluation_prompts) if data.evaluation_prompts else None
+    filters = Filters(data.drop_pattern, data.languages, contamination)
+    return Maker(data, encoder, template, target.vocab_size, tool_style(template) if template else "", filters)
 
 
 def find_files(data: Data) -> list[SourceFile]:
     """All files of all sources, in the recipe's order. Raises: DataError where a source has none."""
-    return [SourceFile(index, path) for index, source in enumerate(data.sources) for path in source_files(source.path)]
+    return [
+        SourceFile(index, path) for index, source in enumerate(data.sources) for path in source_files(_pattern(source))
+    ]
+
+
+def _pattern(source: Source) -> str:
+    """Path or glob of a source's files, a preset's fetched first."""
+    if not source.preset:
+        return source.path
+    return local_files(source.preset, source.path) if source.path else fetch(source.preset, source.revision)
 
 
 def find_jobs(data: Data, files: list[SourceFile]) -> Iterator[Job]:
@@ -125,6 +147,7 @@ def find_jobs(data: Data, files: list[SourceFile]) -> Iterator[Job]:
     for number, (index, path) in enumerate(files):
         source = data.sources[index]
         shape: str = "" if source.format == "auto" else source.format
+        shape = shape or (PRESETS[source.preset].shape if source.preset else "")
         for chunk in read_chunks(path):
             if data.limit and scanned[index] >= most:
                 say(f"{path}: read no further than its first {scanned[index]:,} records, as data.limit is set")
@@ -138,7 +161,13 @@ def find_jobs(data: Data, files: list[SourceFile]) -> Iterator[Job]:
 
 
 def _make_all(
-    run: Run, maker: Maker, files: list[SourceFile], account: Account, spill: Spill, writer: TokensWriter
+    run: Run,
+    maker: Maker,
+    files: list[SourceFile],
+    account: Account,
+    spill: Spill,
+    near: NearDuplicates,
+    writer: TokensWriter,
 ) -> None:
     """Read, render and encode everything; samples go to the spill, rejections to the writer."""
     total = _source_bytes(files)
@@ -154,6 +183,8 @@ def _make_all(
                 turn, last = (turn + 1 if draft.record == last else 0), draft.record
                 label = int(labels[draft.record])
                 spill.add(draft, record=first + draft.record, turn=turn, file=job.file, label=label)
+            for record, sample_id, signed in made.signatures:
+                near.add(first + record, sample_id, signed)
             for line in lines:
                 writer.reject(line)
             reached = sum(sizes[: job.file]) + job.chunk.share * sizes[job.file]
@@ -170,8 +201,9 @@ def _warn(account: Account, writer: TokensWriter) -> None:
             say(f"warning: no sample in split {split}")
 
 
-def _default_name(source: Source) -> str:
-    return Path(source.path).name
+def source_name(source: Source) -> str:
+    """A source's name in counts: its own, its preset's or its file's."""
+    return source.name or source.preset or Path(source.path).name
 
 
 def _source_bytes(files: list[SourceFile]) -> int:

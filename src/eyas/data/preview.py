@@ -8,7 +8,7 @@ from rich.text import Text
 from eyas.data.encode import Encoder
 from eyas.data.make import Maker
 from eyas.data.pool import run_jobs
-from eyas.data.prepare import find_files, find_jobs, make_maker
+from eyas.data.prepare import find_files, find_jobs, make_maker, source_name
 from eyas.data.tokens import LossMask, TokenIds
 from eyas.recipe import Data
 from eyas.target import Target
@@ -27,7 +27,7 @@ def preview(data: Data, target: Target, count: int, *, colour: bool) -> Iterator
     """
     maker = make_maker(data, target)
     for index, source in enumerate(data.sources):
-        yield from _preview_source(maker, data, index, source.name or source.path, count, colour)
+        yield from _preview_source(maker, data, index, source_name(source), count, colour)
 
 
 def _preview_source(maker: Maker, data: Data, index: int, name: str, count: int, colour: bool) -> Iterator[Text]:

@@ -1,6 +1,7 @@
 """Turns in every naming found in the wild, to messages as chat templates take them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,12 @@ ROLE_NAMES = {
 }
 # Keys of a message that templates know; others (ids, timestamps, scores) would only change digests.
 _MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+
+_THOUGHT = re.compile(
+    r"\s*<\|begin_of_thought\|>\s*(.*?)\s*<\|end_of_thought\|>\s*"
+    r"<\|begin_of_solution\|>\s*(.*?)\s*(?:<\|end_of_solution\|>)?\s*",
+    re.DOTALL,
+)
 
 
 def read_turns(turns: Sequence[Any], record: Mapping[str, Any], where: str) -> Conversation:
@@ -67,10 +74,16 @@ def read_turn(turn: Any, where: str) -> Message:
     elif isinstance(content, list):
         _read_parts(content, message)
     elif isinstance(content, str):
-        message["content"] = content
+        message |= _split_reasoning(content)
     elif content is not None:
         raise Rejected("not_text", f"a {role} turn whose content is a {type(content).__name__}")
     return message
+
+
+def _split_reasoning(content: str) -> Message:
+    """Content of a turn; OpenThoughts' marks around reasoning and solution are no text of any model."""
+    match = _THOUGHT.fullmatch(content)
+    return {"content": match[2], "reasoning_content": match[1]} if match else {"content": content}
 
 
 def _switched_off(turn: Mapping[str, Any]) -> bool:
