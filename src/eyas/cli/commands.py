@@ -2,7 +2,17 @@
 
 import typer
 
-from eyas.cli import export, init, prepare, report, run, stage_commands, status, store
+from eyas.cli import (
+    convert,  # noqa: F401, I001  adds `import` and `export` to store.app
+    export,
+    init,
+    prepare,
+    report,
+    run,
+    stage_commands,
+    status,
+    store,
+)
 
 
 def register(app: typer.Typer) -> None:
