@@ -160,7 +160,7 @@ def test_a_missing_target_is_1_and_status_remembers_it(eyas: Call, recipe: Path,
     assert shown.code == 1 and "no-such-target: no such folder" in shown.err and "next: " in shown.err
     status = eyas("status", recipe)
     assert status.code == 0
-    assert "prepare   not finished" in status.out and "last error, prepare" in status.out
+    assert "prepare    not finished" in status.out and "last error, prepare" in status.out
     assert "no-such-target: no such folder" in status.out and "disk left" in status.out
 
 

@@ -199,7 +199,6 @@ REJECTED = [
     ({"messages": turns(*TALK), "label": False}, "labelled_bad"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, "not_text"),
     ({"text": "no turns here"}, "no_turns_in_text"),
-    ({"prompt": "only a prompt"}, "no_answer"),
     ({"conversations": named(("human", "x"), ("function_call", "{"))}, "bad_tool_json"),
 ]
 

@@ -154,6 +154,38 @@ class Data(Table):
         return self
 
 
+class Regenerate(Table):
+    servers: list[Annotated[str, Field(pattern=r"^https?://")]] = Field(
+        default_factory=list,
+        description="Servers that run the target and write every answer anew, such as http://127.0.0.1:8000; empty: "
+        "answers are taken as the sources have them.",
+    )
+    kind: Literal["openai", "sglang"] = Field(
+        "openai",
+        description="How they are asked: `openai` is /v1/completions with token ids, as vLLM (0.10.2 or later) has it; "
+        "`sglang` is /generate.",
+    )
+    model: str = Field("", description="Name that the servers serve the target under; empty: the first they list.")
+    api_key_env: str = Field("", description="Environment variable that holds the servers' key; empty: none.")
+    in_flight: int = Field(256, ge=1, description="Most requests in flight, all servers together.")
+    temperature: float = Field(
+        1.0, ge=0, description="Sampling temperature of the answers; 1 is the target's own distribution, 0 is greedy."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability that tokens are sampled from.")
+    top_k: int = Field(0, ge=0, description="Number of tokens that are sampled from; 0: all.")
+    max_new_tokens: int = Field(2048, ge=1, description="Longest answer, tokens; data.max_tokens bounds it too.")
+    seed: int = Field(0, description="Seed of sampling; each answer has its own, made of it.")
+    cut_answers: Literal["keep", "drop"] = Field(
+        "keep",
+        description="An answer that reaches its longest length: `keep` learns from it, without end-of-turn token; "
+        "`drop` leaves it out, with what follows.",
+    )
+    max_conversations: int = Field(0, ge=0, description="Most conversations asked of each source; 0: all.")
+    timeout_s: float = Field(1800.0, gt=0, description="Longest wait for one answer, seconds; more counts as a fault.")
+    patience_s: float = Field(600.0, gt=0, description="How long all servers may be down before it ends, seconds.")
+    attempts: int = Field(5, ge=1, description="How often one answer is asked for on servers that work otherwise.")
+
+
 class Engine(Table):
     kind: Literal["local"] = Field("local", description="What runs the target: `local` is Transformers in process.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Number type the target runs in.")
@@ -263,6 +295,7 @@ class Recipe(Table):
     runs_dir: str = Field("runs", description="Folder that holds runs.")
     target: Target
     data: Data
+    regenerate: Regenerate = Regenerate()
     engine: Engine = Engine()
     capture: Capture = Capture()
     store: Store = Store()

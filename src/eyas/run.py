@@ -7,7 +7,7 @@ from pathlib import Path
 
 from eyas import fs
 from eyas.errors import RecipeError
-from eyas.recipe import Recipe, dump_recipe, load_recipe
+from eyas.recipe import Data, Recipe, dump_recipe, load_recipe
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,29 @@ class Run:
     def dir(self) -> Path:
         suffix = f"-limit{self.recipe.data.limit}" if self.recipe.data.limit else ""
         return Path(self.recipe.runs_dir) / f"{self.recipe.name}{suffix}"
+
+    @property
+    def regenerated_dir(self) -> Path:
+        return self.dir / "regenerated"
+
+    @property
+    def data(self) -> Data:
+        """[data] as `prepare` reads it: where the target writes the answers, each source is what came of it."""
+        data = self.recipe.data
+        if not self.recipe.regenerate.servers:
+            return data
+        sources = [
+            source.model_copy(
+                update={
+                    "path": str(self.regenerated_dir / f"{index:03d}.jsonl"),
+                    "name": source.name or source.preset or Path(source.path).name,
+                    "preset": "",
+                    "format": "tokens",
+                }
+            )
+            for index, source in enumerate(data.sources)
+        ]
+        return data.model_copy(update={"sources": sources})
 
     @property
     def tokens_dir(self) -> Path:

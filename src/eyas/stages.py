@@ -26,6 +26,7 @@ from eyas.record import Inputs, Record, changed_input, load_record, record_path,
 from eyas.run import Run, save_recipe
 
 STAGES = {
+    "regenerate": "eyas.data.regenerate.stage",
     "prepare": "eyas.data.prepare",
     "capture": "eyas.capture.run",
     "verify": "eyas.store.stage",
@@ -85,7 +86,7 @@ def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
 def run_all(run: Run, *, redo: str = "") -> dict[str, Record]:
     """All stages in order; `redo` names the first stage to do again (it and all after it)."""
     records, again = {}, False
-    for name in STAGES:
+    for name in stages_of(run):
         again = again or name == redo
         records[name] = run_stage(run, name, redo=again)
     return records
@@ -93,8 +94,8 @@ def run_all(run: Run, *, redo: str = "") -> dict[str, Record]:
 
 def _upstream(run: Run, name: str) -> Inputs:
     """The output of the stage before, as an input of this one."""
-    order = list(STAGES)
-    position = order.index(name)
+    order = stages_of(run)
+    position = order.index(name) if name in order else 0
     if position == 0:
         return {}
     before = load_record(run.dir, order[position - 1])
@@ -153,3 +154,8 @@ def remove_tree(folder: Path) -> None:
 
 def stage_names() -> Sequence[str]:
     return list(STAGES)
+
+
+def stages_of(run: Run) -> Sequence[str]:
+    """The stages of one run, in order: `regenerate` is among them where the recipe names servers."""
+    return [name for name in STAGES if name != "regenerate" or run.recipe.regenerate.servers]

@@ -7,6 +7,7 @@ from eyas.cli import (
     export,
     init,
     prepare,
+    regenerate,
     report,
     run,
     stage_commands,
@@ -18,6 +19,7 @@ from eyas.cli import (
 def register(app: typer.Typer) -> None:
     app.command()(init.init)
     app.command()(run.run)
+    app.command()(regenerate.regenerate)
     app.command()(prepare.prepare)
     for name, command in stage_commands.COMMANDS.items():
         app.command(name)(command)

@@ -34,5 +34,6 @@ def prepare(
     from eyas.target import load_target
 
     console = Console(highlight=False, soft_wrap=True)
-    for text in preview_samples(run.recipe.data, load_target(run.recipe.target), preview, colour=console.is_terminal):
+    data = run.data if run.regenerated_dir.is_dir() else run.recipe.data
+    for text in preview_samples(data, load_target(run.recipe.target), preview, colour=console.is_terminal):
         console.print(text)

@@ -15,11 +15,11 @@ def run(
     redo: Annotated[str, typer.Option(help="First stage to do again, with all that follow.", metavar="STAGE")] = "",
 ) -> None:
     """Do every stage in order, skipping what is finished, and write the report."""
-    from eyas.stages import run_all, stage_names
+    from eyas.stages import run_all, stages_of
 
-    if redo and redo not in stage_names():
-        raise RecipeError(f"--redo {redo}: no such stage", expected=", ".join(stage_names()))
     described = read_run(recipe, set_, limit)
+    if redo and redo not in stages_of(described):
+        raise RecipeError(f"--redo {redo}: no such stage", expected=", ".join(stages_of(described)))
     run_all(described, redo=redo)
     from eyas.report.summary import finish
 

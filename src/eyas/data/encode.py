@@ -29,6 +29,7 @@ class Encoder:
         ends: ids that end a turn.
         special: strings of special tokens, the longest first.
         pattern: finds them in text.
+        cuts: whether a text may be encoded in pieces.
     """
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
@@ -46,7 +47,7 @@ class Encoder:
         self.pattern = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
         self._is_special: npt.NDArray[np.bool_] = np.zeros(max(len(tokenizer), *ids, 0) + 1, dtype=np.bool_)
         self._is_special[list(ids)] = True
-        self._cuts = self._safe_to_cut()
+        self.cuts = self._safe_to_cut()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, nothing added."""
@@ -93,7 +94,7 @@ class Encoder:
             arrays.append(array)
             masks.append(mask)
         token_ids, loss_mask = np.concatenate(arrays), np.concatenate(masks)
-        if not self._cuts:
+        if not self.cuts:
             whole = np.array(self.encode([rendered.text])[0], dtype=np.int32)
             if not np.array_equal(whole, token_ids):
                 return self._by_prefixes(rendered, whole)

@@ -126,7 +126,7 @@ class Maker:
             try:
                 record = read_record(raw, shape, chunk.place(line))
                 if isinstance(record.body, Pretokenised):
-                    pairs = [self._as_they_are(record.body)]
+                    pairs = [self._as_they_are(body) for body in (record.body, *record.body.further)]
                     self.filters.check_tokens(record.body, split or record.split, self.encoder)
                     made.drafts += self._drafts(index, line, split or record.split, pairs, made)
                 else:
@@ -172,7 +172,7 @@ class Maker:
                 next="set data.template to a Jinja file",
             )
         body, mended = clean(body, mend=self.data.mend)
-        body = self._with_tools(body)
+        body = self.with_tools(body)
         for message in body.messages:
             found = self.encoder.pattern.search(message["content"])
             if found:
@@ -192,7 +192,7 @@ class Maker:
                 made.odd["an answer without an end-of-turn token"] += 1
         return texts
 
-    def _with_tools(self, body: Conversation) -> Conversation:
+    def with_tools(self, body: Conversation) -> Conversation:
         """Tool calls in the form the template takes; a record is rejected where it takes none."""
         if not any(message["role"] == "tool" or message.get("tool_calls") for message in body.messages):
             return body

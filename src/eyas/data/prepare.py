@@ -49,15 +49,15 @@ class SourceFile(NamedTuple):
 
 def inputs(run: Run) -> Inputs:
     """What tokens/ depends on: the recipe's [data], the source files, tokenizer, template and vocabulary."""
-    data, target = run.recipe.data, load_target(run.recipe.target)
+    data, target = run.data, load_target(run.recipe.target)
     pairs: Inputs = {
         f"data.{key}": value for key, value in data.model_dump().items() if key not in ("sources", "workers")
     }
     for index, source in enumerate(data.sources):
         pairs[f"data.sources.{index}"] = source.model_dump()
-    pairs |= {f"content of {path}": _identity(path) for _, path in find_files(data)}
+    pairs |= {f"content of {path}": source_identity(path) for _, path in find_files(data)}
     for pattern in data.evaluation_prompts:
-        pairs |= {f"content of {path}": _identity(path) for path in source_files(pattern)}
+        pairs |= {f"content of {path}": source_identity(path) for path in source_files(pattern)}
     template = load_template(data.template, target.tokenizer, data.template_args)
     return pairs | {
         "tokenizer": target.tokenizer_digest,
@@ -73,7 +73,7 @@ def discard(run: Run) -> None:
 
 def execute(run: Run) -> Result:
     """Write tokens/. Raises: DataError with file and line; nothing half-written is left."""
-    data, target = run.recipe.data, load_target(run.recipe.target)
+    data, target = run.data, load_target(run.recipe.target)
     maker = make_maker(data, target)
     files = find_files(data)
     account = Account([source_name(source) for source in data.sources])
@@ -171,12 +171,12 @@ def _make_all(
 ) -> None:
     """Read, render and encode everything; samples go to the spill, rejections to the writer."""
     total = _source_bytes(files)
-    wanted = run.recipe.data.workers or os.cpu_count() or 1
+    wanted = run.data.workers or os.cpu_count() or 1
     workers = min(wanted, max(total // _BYTES_PER_WORKER, 1))
     sizes = [path.stat().st_size for _, path in files]
     with Progress("prepare", total, "bytes", run.logs_dir) as progress:
         done = 0.0
-        for job, made in run_jobs(maker, find_jobs(run.recipe.data, files), workers):
+        for job, made in run_jobs(maker, find_jobs(run.data, files), workers):
             first, labels, lines = account.add(job.source, made, job.chunk.path)
             turn, last = 0, -1
             for draft in made.drafts:
@@ -210,7 +210,8 @@ def _source_bytes(files: list[SourceFile]) -> int:
     return sum(path.stat().st_size for _, path in files)
 
 
-def _identity(path: Path) -> str:
+def source_identity(path: Path) -> str:
+    """Digest of a source file; of its size, time of change and both ends where it is large."""
     stat = path.stat()
     if stat.st_size <= _WHOLE_DIGEST_BYTES:
         return fs.digest_file(path)

@@ -1,7 +1,7 @@
 """What a source's record is turned into before it is rendered: a conversation, or tokens as they are."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
@@ -38,10 +38,15 @@ class Conversation:
 
 @dataclass
 class Pretokenised:
-    """Token ids and loss mask (0 or 1 each) as a record gives them."""
+    """Token ids and loss mask (0 or 1 each) as a record gives them.
+
+    Attributes:
+        further: samples of the same conversation; all lie in the same split.
+    """
 
     token_ids: Sequence[int]
     loss_mask: Sequence[int]
+    further: list["Pretokenised"] = field(default_factory=list)
 
 
 @dataclass

@@ -92,7 +92,8 @@ def _read_tokens(record: Raw, where: str) -> Pretokenised:
     if not set(mask) <= {0, 1}:
         odd = next(value for value in mask if value not in (0, 1))
         raise DataError(f"{where}: loss_mask holds {odd}", expected="0 or 1 for each token")
-    return Pretokenised(token_ids, mask)
+    further = [_read_tokens(each, where) for each in record.get("further") or []]
+    return Pretokenised(token_ids, mask, further)
 
 
 def _read_pair(record: Raw, where: str) -> Conversation:
@@ -150,7 +151,17 @@ def _read_moss(record: Raw, where: str) -> Conversation:
 
 
 def _read_prompts(record: Raw, where: str) -> Conversation:
-    raise Rejected("no_answer", "a prompt without an answer: the target has to write it first")
+    """Questions only: `prepare` rejects them for want of an answer, `regenerate` has them answered."""
+    questions = next((record[key] for key in ("turns", "prompt", "question", "instruction") if record.get(key)), None)
+    if isinstance(questions, str):
+        extra = record.get("input")
+        if record.get("instruction") == questions and isinstance(extra, str) and extra.strip():
+            questions = f"{questions}\n\n{extra}"
+        questions = _parse_prompt(questions) or [questions]
+    if not isinstance(questions, list):
+        raise Rejected("not_text", "a prompt that is no text")
+    turns = [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in questions]
+    return read_turns(turns, record, where)
 
 
 def parse_text(text: str) -> list[Message]:

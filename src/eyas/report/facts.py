@@ -14,7 +14,7 @@ from eyas.errors import StoreError
 from eyas.recipe import dump_recipe
 from eyas.record import Record, load_record
 from eyas.run import Run
-from eyas.stages import last_error, stage_names
+from eyas.stages import last_error, stages_of
 from eyas.store.reader import StoreReader
 
 Json = dict[str, Any]
@@ -111,7 +111,7 @@ def gather(run: Run) -> Facts:
     except StoreError as error:
         fault = error.seen
     lines = _read_lines(run.logs_dir / "train.jsonl")
-    records = {name: load_record(run.dir, name) for name in stage_names()}
+    records = {name: load_record(run.dir, name) for name in stages_of(run)}
     folders = {"tokens/": run.tokens_dir, "train/": run.train_dir, "export/": run.export_dir, "logs/": run.logs_dir}
     sizes = {name: _folder_bytes(path) for name, path in folders.items() if path.is_dir()}
     return Facts(
