@@ -41,15 +41,20 @@ def load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> pa.Table
 
     Raises: CorruptStore where index.parquet, or a part that is not folded into it yet, is damaged.
     """
+    return _load(files, manifest, sizes)[0]
+
+
+def _load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[pa.Table, bool]:
+    """The rows, and whether index.parquet has just them."""
     committed = committed_shards(sizes)
     layout = schema(manifest)
-    tables = [layout.empty_table()]
-    if INDEX in sizes:
-        tables.append(parse_table(files.read(INDEX), files.name(INDEX), layout))
-    folded = set(pc.unique(tables[-1]["shard"]).to_pylist())
-    parts = [part_name(shard) for shard in sorted(committed - folded) if part_name(shard) in sizes]
-    tables += [parse_table(files.read(name), files.name(name), layout) for name in parts]
-    return only(pa.concat_tables(tables), committed)
+    folded = parse_table(files.read(INDEX), files.name(INDEX), layout) if INDEX in sizes else layout.empty_table()
+    known = set(pc.unique(folded["shard"]).to_pylist())
+    if known == committed:
+        return folded.combine_chunks(), True
+    parts = [part_name(shard) for shard in sorted(committed - known) if part_name(shard) in sizes]
+    tables = [parse_table(files.read(name), files.name(name), layout) for name in parts]
+    return only(pa.concat_tables([folded, *tables]), committed), not (parts or known - committed)
 
 
 def committed_shards(sizes: Iterable[str]) -> set[int]:
@@ -57,12 +62,10 @@ def committed_shards(sizes: Iterable[str]) -> set[int]:
 
 
 def fold(files: Files, manifest: Manifest) -> pa.Table:
-    """Write index.parquet anew where it differs from what `load` finds; returns the rows."""
-    sizes = files.sizes()
-    rows = load(files, manifest, sizes)
-    raw = table_bytes(rows)
-    if len(rows) and (INDEX not in sizes or files.read(INDEX) != raw):
-        files.write(INDEX, raw, durable=False)  # the parts have it all
+    """Write index.parquet anew where it hasn't just the rows that `load` finds; returns them."""
+    rows, current = _load(files, manifest, files.sizes())
+    if not current:
+        files.write(INDEX, table_bytes(rows), durable=False)  # the parts have it all
     return rows
 
 

@@ -168,9 +168,11 @@ class StoreWriter:
                 shard.close()
                 fs.remove(shard.staged)
             self._open.clear()
-        with self._telling_full_disk():
-            index.fold(self.files, self.manifest)
-        self.files.unlock()
+        try:
+            with self._telling_full_disk():
+                index.fold(self.files, self.manifest)
+        finally:
+            self.files.unlock()
 
     def __enter__(self) -> "StoreWriter":
         return self
