@@ -64,7 +64,7 @@ def ls(
 ) -> None:
     """List samples in the order of the plan: id, split, source, tokens, supervised tokens, shard, state."""
     store = open_store(place)
-    chosen = [row for row in range(len(store.plan)) if not split or store.plan.table["split"][row].as_py() == split]
+    chosen = store.plan.equal("split", split).nonzero()[0].tolist() if split else range(len(store.plan))
     for row in chosen[: limit or None]:
         entry = store.plan.table.slice(row, 1).to_pylist()[0]
         print(

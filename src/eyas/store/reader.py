@@ -23,6 +23,7 @@ from eyas.tap.encode import DTYPES, decode
 
 WINDOW_SHARDS = 4  # a stream mixes the samples of this many shards
 _OPEN_SHARDS = 2 * WINDOW_SHARDS  # memory maps kept; pages of others are given back
+_TOKEN_TENSORS = (("token_ids", "<i4"), ("loss_mask", "?"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,14 @@ class StoreReader:
 
     def token_counts(self, split: str | None, supervised_only: bool = True) -> npt.NDArray[np.int64]:
         """How often each token id occurs in a split: int64 [vocab]; by default where the assistant wrote it."""
-        counts = np.zeros(self.manifest.target.vocab_size, np.int64)
-        for row in self._rows(split).tolist():
-            raw = self._raw(row, ("token_ids", "loss_mask"))
-            ids = np.frombuffer(raw["token_ids"], "<i4")
-            kept = ids[np.frombuffer(raw["loss_mask"], np.bool_)] if supervised_only else ids
-            np.add.at(counts, kept, 1)
+        vocab_size = self.manifest.target.vocab_size
+        counts = np.zeros(vocab_size, np.int64)
+        for shard in np.unique(self.rows.shard[self._rows(split)]).tolist():  # a shard has samples of one split
+            rows = slice(*np.searchsorted(self.rows.shard, [shard, shard + 1]))
+            ids, mask = (np.frombuffer(self._whole(shard, name), kind) for name, kind in _TOKEN_TENSORS)
+            # Rejected samples are zeros: never supervised, but token 0 otherwise.
+            kept = mask if supervised_only else np.repeat(self._written[rows], self.rows.tokens[rows])
+            counts += np.bincount(ids[kept], minlength=vocab_size)[:vocab_size]
         return counts
 
     def check_target(
@@ -224,6 +227,12 @@ class StoreReader:
                 start = layout.starts[tensor.name] + int(first) * tensor.row_bytes
                 views[tensor.name] = content[start : start + int(count) * tensor.row_bytes]
         return views
+
+    def _whole(self, shard: int, name: str) -> memoryview:
+        """All bytes of one of a shard's tensors that have a row for every token."""
+        layout, content = self._map(shard)
+        row_bytes = next(tensor.row_bytes for tensor in self.tensors if tensor.name == name)
+        return content[layout.starts[name] : layout.starts[name] + layout.tokens * row_bytes]
 
     def _map(self, shard: int) -> tuple[ShardLayout, memoryview]:
         with self._lock:

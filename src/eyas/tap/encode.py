@@ -58,7 +58,8 @@ def decode(values: Tensor, scales: Tensor | None) -> Tensor:
     if values.device.type != "cpu":
         return (values.float() * scales.unsqueeze(-1)).to(torch.bfloat16)
     # Bit shifts put e4m3's exponent and mantissa into bfloat16's places, off by a factor of 2^120 (biases 7 and 127):
-    # 4 to 8 times faster on a CPU than torch's conversion, same bits. It has no NaN: row_faults refuses those.
+    # 1.3 GB/s on one core where torch's conversion makes 0.2, same values. (float16's places would avoid denormals, but
+    # torch widens float16 at 0.25 GB/s.) It knows no NaN: row_faults refuses those.
     out = torch.empty(values.shape, dtype=torch.bfloat16)
     flat, factors, target = (
         values.reshape(-1, values.shape[-1]),
