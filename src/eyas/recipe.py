@@ -257,6 +257,9 @@ class Train(Table):
     precision: Literal["fp32", "bf16"] = Field(
         "bf16", description="Number type of matrix products; masters and optimizer are fp32."
     )
+    compile: bool = Field(
+        False, description="Compile the small kernels on CUDA: 15% faster at 8B, one to two minutes at the start."
+    )
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`...")
     seed: int = Field(0, description="Seed of initial weights and sample order.")
     checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints.")

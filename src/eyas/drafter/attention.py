@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.align import Alignment
+from eyas.drafter.fusing import fused_on_cuda
 
 # Rows attended in one piece by the eager form. Samples lie side by side, so a chunk's keys span its own samples only:
 # with samples of 150 tokens a chunk of 256 rows meets about 500 keys instead of a whole packed row.
@@ -176,6 +177,7 @@ class _MergedFlash(torch.autograd.Function):
         return d_queries + own_d_queries, d_keys, d_values, d_own_keys, d_own_values, None
 
 
+@fused_on_cuda
 def _merge(out: Tensor, lse: Tensor, queries: Tensor, own_keys: Tensor, own_values: Tensor) -> tuple[Tensor, Tensor]:
     """Joint softmax of a block (out [R, Hq, D], lse [R, Hq]) and k single entries a row ([k, R, Hk, D])."""
     scores = _own_scores(queries, own_keys)  # [k, R, Hk, G]
@@ -186,6 +188,7 @@ def _merge(out: Tensor, lse: Tensor, queries: Tensor, own_keys: Tensor, own_valu
     return merged.flatten(1, 2).to(out.dtype), joint.flatten(1)
 
 
+@fused_on_cuda
 def _merge_backward(
     grad: Tensor, queries: Tensor, out: Tensor, lse: Tensor, own_keys: Tensor, own_values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

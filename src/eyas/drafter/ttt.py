@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.attention import EagerAttention, FlashAttention
-from eyas.drafter.eagle3 import Drafter
+from eyas.drafter.eagle3 import Drafter, MidLayer
+from eyas.drafter.fusing import fused_on_cuda
 from eyas.drafter.pack import Pack
 
 
@@ -26,7 +27,7 @@ def unroll(drafter: Drafter, embedding: Tensor, pack: Pack, steps: int) -> Itera
         steps: how many steps; the pack must have been aligned for at least as many.
     Yields: pre-norm features [R, H], R = len(pack.alignment.rows), in the pack's dtype.
     """
-    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
+    layer = drafter.midlayer
     device, dtype, last = pack.aux.device, pack.aux.dtype, len(pack.token_ids) - 1
     rows = torch.from_numpy(pack.alignment.rows).to(device)
     # Past the end of a pack lie only rows that nothing trains; any token serves there.
@@ -35,27 +36,47 @@ def unroll(drafter: Drafter, embedding: Tensor, pack: Pack, steps: int) -> Itera
         max=last
     )  # the token that each position's row sees at step 0
 
-    embed_query, embed_kv = attention.embed_half(layer.input_layernorm(embedding[pack.token_ids].to(dtype)))
+    embed_query, embed_kv = _embed_half(layer, embedding[pack.token_ids].to(dtype))
     features = drafter.fc(pack.aux)
-    normed = layer.hidden_norm(features)
     cos, sin = drafter.rope(pack.positions, features)
-    keys, values = attention.key_value(embed_kv[after], normed, cos, sin)
+    keys, values = _key_value(layer, features, cos, sin, embed_kv[after])
     attend: FlashAttention | EagerAttention
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         attend = FlashAttention(pack.alignment, device)
         keys, values = attend.context(keys, values)
     else:
         attend = EagerAttention(pack.alignment, device)
-    features, normed, positions = features[rows], normed[rows], pack.positions[rows]
+    features, positions = features[rows], pack.positions[rows]
     own_keys: list[Tensor] = []
     own_values: list[Tensor] = []
     for step in range(steps):
         cos, sin = drafter.rope(positions + step, features)
         if step > 0:
-            normed = layer.hidden_norm(features)
-            key, value = attention.key_value(embed_kv[token_of[step]], normed, cos, sin)
+            key, value = _key_value(layer, features, cos, sin, embed_kv[token_of[step]])
             own_keys.append(key)
             own_values.append(value)
-        queries = attention.query(embed_query[token_of[step]], normed, cos, sin)
-        features = layer.finish(features, attend(queries, keys, values, own_keys, own_values))
+        queries = _query(layer, features, cos, sin, embed_query[token_of[step]])
+        features = _finish(layer, features, attend(queries, keys, values, own_keys, own_values))
         yield features
+
+
+@fused_on_cuda
+def _embed_half(layer: MidLayer, embeds: Tensor) -> tuple[Tensor, Tensor]:
+    return layer.self_attn.embed_half(layer.input_layernorm(embeds))
+
+
+@fused_on_cuda
+def _key_value(
+    layer: MidLayer, features: Tensor, cos: Tensor, sin: Tensor, embed_half: Tensor
+) -> tuple[Tensor, Tensor]:
+    return layer.self_attn.key_value(embed_half, layer.hidden_norm(features), cos, sin)
+
+
+@fused_on_cuda
+def _query(layer: MidLayer, features: Tensor, cos: Tensor, sin: Tensor, embed_half: Tensor) -> Tensor:
+    return layer.self_attn.query(embed_half, layer.hidden_norm(features), cos, sin)
+
+
+@fused_on_cuda
+def _finish(layer: MidLayer, features: Tensor, attended: Tensor) -> Tensor:
+    return layer.finish(features, attended)

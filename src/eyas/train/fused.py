@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.attention import widen
+from eyas.drafter.fusing import fused_on_cuda
 
 CHUNK_ROWS = 4096
 
@@ -52,6 +53,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         return (d_hidden * grads[0]).to(d_hidden.dtype), d_weight * grads[0], None, None, None
 
 
+@fused_on_cuda
 def _row_losses(logits: Tensor, probs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of each row, the gradient of its weighted sum by the logits (in their dtype), and the argmax."""
     wide = widen(logits)

@@ -9,7 +9,7 @@ from eyas.stages import Result
 from eyas.target import load_target
 
 # These do not change what is learned, so a finished run does not depend on them.
-_NO_INPUT = {"checkpoint_every", "keep_checkpoints", "eval_every", "eval_samples", "device"}
+_NO_INPUT = {"checkpoint_every", "keep_checkpoints", "eval_every", "eval_samples", "device", "compile"}
 
 
 def inputs(run: Run) -> Inputs:

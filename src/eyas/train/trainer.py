@@ -15,6 +15,7 @@ import torch
 
 from eyas import fs
 from eyas.data.tokens import Tokens
+from eyas.drafter import fusing
 from eyas.drafter.eagle3 import Drafter, DrafterConfig
 from eyas.drafter.pack import Pack, Stored, fill_packs, pack_samples
 from eyas.drafter.target import TargetHead, load_target_head
@@ -69,6 +70,7 @@ class Trainer:
     def __init__(self, run: Run, inputs: Inputs) -> None:
         self.run, self.table = run, run.recipe.train
         self.device = find_device(self.table.device)
+        fusing.enable(self.table.compile)
         self.dtype = torch.bfloat16 if self.table.precision == "bf16" else torch.float32
         target = load_target(run.recipe.target)
         self.reader = StoreReader(run.store_url)

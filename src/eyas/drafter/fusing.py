@@ -1,0 +1,37 @@
+"""torch.compile for the elementwise work between matrix products, on CUDA and only where the recipe asks for it.
+
+At 8B shape the products take half of an uncompiled step and the small kernels between them most of the rest: compiling
+made a step of 8,192 tokens 15% faster (343 to 292 ms on an H200), after one to two minutes of compilation. On a small
+model those minutes are longer than the whole training.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_enabled = False
+
+
+def enable(on: bool) -> None:
+    """Whether functions marked with `fused_on_cuda` are compiled from now on (`train.compile`)."""
+    global _enabled
+    _enabled = on
+
+
+def fused_on_cuda(function: Callable[P, T]) -> Callable[P, T]:
+    """Compile `function`, once for any number of rows, for calls whose last argument is a CUDA tensor."""
+    compiled: Any = torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        last = args[-1]
+        compile_it = _enabled and isinstance(last, torch.Tensor) and last.is_cuda
+        result: T = compiled(*args, **kwargs) if compile_it else function(*args, **kwargs)
+        return result
+
+    return call
