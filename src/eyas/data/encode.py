@@ -54,7 +54,8 @@ class Encoder:
         if not texts:
             return []
         if self._fast is not None:
-            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+            # encode_batch_fast leaves out the offsets, yet took 1.4 times as long on such pieces (tokenizers 0.23).
+            return [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
         return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from eyas import fs
 from eyas.data.make import Draft
@@ -57,7 +56,7 @@ class Spill:
         folder.mkdir(parents=True)
         self._pending: list[list[tuple[tuple[int, ...], Draft]]] = [[] for _ in range(self.buckets)]
         self._pending_tokens = [0] * self.buckets
-        self._writers: dict[int, pq.ParquetWriter] = {}
+        self._writers: dict[int, pa.RecordBatchFileWriter] = {}
 
     def __enter__(self) -> "Spill":
         return self
@@ -99,14 +98,14 @@ class Spill:
         """All columns but ids and masks of a bucket."""
         if bucket not in self._writers:
             return {name: np.zeros(0, kind.to_pandas_dtype()) for name, kind in _LIGHT.items()}
-        table = pq.read_table(self._path(bucket), columns=list(_LIGHT))
+        table = self._read(bucket, list(_LIGHT))
         return {name: table[name].to_numpy() for name in _LIGHT}
 
     def payload(self, bucket: int, rows: npt.NDArray[np.intp]) -> Iterator[tuple[TokenIds, LossMask]]:
         """Token ids and masks of some rows of a bucket, in the order asked."""
         if not len(rows):
             return
-        table = pq.read_table(self._path(bucket), columns=["token_ids", "loss_mask"]).combine_chunks()
+        table = self._read(bucket, ["token_ids", "loss_mask"]).combine_chunks()
         ids, mask = table["token_ids"].chunk(0), table["loss_mask"].chunk(0)
         offsets, flat_ids, flat_mask = ids.offsets.to_numpy(), ids.values.to_numpy(), mask.values.to_numpy()
         for row in rows.tolist():
@@ -114,7 +113,12 @@ class Spill:
             yield flat_ids[part], flat_mask[part].astype(np.bool_)
 
     def _path(self, bucket: int) -> Path:
-        return self._folder / f"{bucket:04d}.parquet"
+        return self._folder / f"{bucket:04d}.arrow"
+
+    def _read(self, bucket: int, columns: list[str]) -> pa.Table:
+        options = pa.ipc.IpcReadOptions(included_fields=[_SCHEMA.get_field_index(name) for name in columns])
+        with pa.memory_map(str(self._path(bucket))) as file:
+            return pa.ipc.open_file(file, options=options).read_all()
 
     def _flush(self, bucket: int) -> None:
         pending = self._pending[bucket]
@@ -130,8 +134,8 @@ class Spill:
         mask = np.concatenate([draft.loss_mask for _, draft in pending]).astype(np.uint8)
         arrays += [pa.ListArray.from_arrays(offsets, ids), pa.ListArray.from_arrays(offsets, mask)]
         if bucket not in self._writers:
-            self._writers[bucket] = pq.ParquetWriter(
-                self._path(bucket), _SCHEMA, compression="zstd", compression_level=1, use_dictionary=False
-            )
+            # lz4: the spill is written once, read once, and the processor is the bottleneck.
+            options = pa.ipc.IpcWriteOptions(compression="lz4")
+            self._writers[bucket] = pa.ipc.new_file(self._path(bucket), _SCHEMA, options=options)
         self._writers[bucket].write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA))
         self._pending[bucket], self._pending_tokens[bucket] = [], 0

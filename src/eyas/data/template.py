@@ -45,6 +45,21 @@ class _GenerationTag(Extension):
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, asked once for each type and attribute: its answer depends on nothing else, and asking took
+    a third of the time of a rendering."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._safe: dict[tuple[type, str], bool] = {}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        key = (type(obj), attr)
+        if key not in self._safe:
+            self._safe[key] = super().is_safe_attribute(obj, attr, value)
+        return self._safe[key]
+
+
 def _raise_exception(message: str) -> None:
     raise _Refusal(message)
 
@@ -54,9 +69,9 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> _Environment:
     """Jinja set up as Transformers sets it up for chat templates."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson

@@ -34,6 +34,8 @@ SAMPLES, REJECTED, MANIFEST = "samples.parquet", "rejected.jsonl", "manifest.jso
 ROWS_PER_GROUP = 5_000
 # A group is closed earlier at 16 MiB of token ids: 5,000 samples of 4,096 tokens would be 100 MB at once.
 _TOKENS_PER_GROUP = 4 << 20
+# Values that come again and again are written as numbers of a dictionary; ids would only fill it up.
+_DICTIONARY = ["source", "split", "loss_mask.list.element"]
 _SCHEMA = pa.schema(
     {
         "sample_id": pa.string(),
@@ -88,7 +90,9 @@ class TokensWriter:
         self._tokens_pending = 0
         self._ids = bytearray()
         self._running = fs.digest("")
-        self._parquet = pq.ParquetWriter(self._partial / SAMPLES, _SCHEMA, compression="zstd")
+        self._parquet = pq.ParquetWriter(
+            self._partial / SAMPLES, _SCHEMA, compression="zstd", compression_level=1, use_dictionary=_DICTIONARY
+        )
         self._rejected: IO[str] = (self._partial / REJECTED).open("w", encoding="utf-8")
         self.by_split: Counter[str] = Counter()
         self.by_source: dict[str, Counter[str]] = {}

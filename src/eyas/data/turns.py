@@ -67,6 +67,8 @@ def read_turn(turn: Any, where: str) -> Message:
     """
     role = _role(turn, where)
     message: Message = {"role": role, "content": ""}
+    if len(turn) == 2 and isinstance(turn.get("content"), str):
+        return message | _split_reasoning(turn["content"])
     message |= {key: turn[key] for key in _MESSAGE_KEYS if turn.get(key) is not None}
     content = turn.get("content", turn.get("value", turn.get("text")))
     if str(turn.get("role", turn.get("from"))).lower() in ("function_call", "tool_call"):
@@ -82,7 +84,7 @@ def read_turn(turn: Any, where: str) -> Message:
 
 def _split_reasoning(content: str) -> Message:
     """Content of a turn; OpenThoughts' marks around reasoning and solution are no text of any model."""
-    match = _THOUGHT.fullmatch(content)
+    match = _THOUGHT.fullmatch(content) if "<|begin_of_thought|>" in content else None
     return {"content": match[2], "reasoning_content": match[1]} if match else {"content": content}
 
 
