@@ -44,11 +44,13 @@ def save(path: Path, content: dict[Any, Any], compress: bool = False) -> None:
     # Another ending than the file's: the tools take every *.pt and *.ckpt for a sample.
     partial = path.with_name(f"{fs.PARTIAL_PREFIX}{os.getpid()}-{threading.get_ident()}-{path.name}.part")
     try:
-        if compress:
-            with gzip.open(partial, "wb", compresslevel=6) as handle:
-                torch.save(content, cast(IO[bytes], handle))
-        else:
-            torch.save(content, partial)
+        # Into handles, for torch.save and gzip write the name of a path into the file.
+        with partial.open("wb") as handle:
+            if compress:
+                with gzip.GzipFile("", "wb", 6, handle, mtime=0) as packed:
+                    torch.save(content, cast(IO[bytes], packed))
+            else:
+                torch.save(content, handle)
         fs.commit_file(partial, path)
     except BaseException:
         fs.remove(partial)
