@@ -3,6 +3,8 @@
 #   make demo                     the main job on a real model: prompts -> hidden states -> drafter -> figures
 #   make test                     lint, types and all tests
 #   make check                    lint and types only
+#   make engine-vllm              vLLM for CPU in an environment of its own, outside the clone (610 MB downloaded, once)
+#   make test-engines             tests against that vLLM, on the demo's target
 #   make test-lossless            speculation changes no token on all 64 held-out prompts (needs the demo's run, makes it)
 #   make crash KILLS=1000         kill the store's writer that often, resume, compare
 #
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check fix test-lossless crash clean
+.PHONY: engine-vllm test-engines demo test check fix test-lossless crash clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/smollm2/make_target.py
@@ -36,6 +38,13 @@ check: $(VENV)/.dev
 fix: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+engine-vllm:
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/engines/vllm_venv.sh
+
+test-engines: $(VENV)/.dev
+	venv=$$(PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/engines/vllm_venv.sh) && \
+	EYAS_VLLM_VENV="$$venv" $(BIN)/python -m pytest -s tests/engines
 
 test-lossless: $(VENV)/.dev demo
 	$(BIN)/python tests/lossless.py runs/demo
@@ -61,3 +70,7 @@ $(VENV)/.dev: $(VENV)/.demo
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+.PHONY: test-gpu
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/gpu
