@@ -37,7 +37,7 @@ CHARACTERS_PER_TOKEN = 4
 
 
 def write_chats(path: Path, records: int, tokens: int, doubles: float = 0.02) -> None:
-    """Chats of about `tokens` tokens, four fifths of them answers; some records come twice."""
+    """Chats of two questions (short ones: one) with about `tokens` tokens, most of them answers; some come twice."""
     rng = random.Random(0)
     text = " ".join(pydoc_data.topics.topics.values())
     sentences = [" ".join(words) for part in re.split(r"(?<=[.:])\s", text) if 3 < len(words := part.split()) < 40]
@@ -46,7 +46,7 @@ def write_chats(path: Path, records: int, tokens: int, doubles: float = 0.02) ->
         for _ in range(records):
             if not line or rng.random() >= doubles:
                 turns = []
-                for share in (0.1, 0.4, 0.1, 0.4):
+                for share in (0.1, 0.4, 0.1, 0.4) if tokens >= 200 else (0.2, 0.8):
                     said = [rng.choice(sentences)]
                     while sum(map(len, said)) < share * tokens * CHARACTERS_PER_TOKEN:
                         said.append(rng.choice(sentences))

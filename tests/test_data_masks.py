@@ -131,6 +131,27 @@ def test_prefix_marking_tokenizer_is_masked_over_the_whole_text():
     ]
 
 
+def test_a_slow_tokenizer_gives_the_same(demo_target):
+    """Tokenizers without a Rust core (tiktoken ones that come as code) are only asked to encode and decode."""
+    fast = AutoTokenizer.from_pretrained(demo_target)
+
+    class Slow:
+        added_tokens_decoder, eos_token_id = fast.added_tokens_decoder, fast.eos_token_id
+        encode, decode = staticmethod(fast.encode), staticmethod(fast.decode)
+
+        def __len__(self):
+            return len(fast)
+
+    talk = conversation([("Hello!", "Good day – 你好."), ("And?", "\n\nThat is all.")])
+    template = make_template("chatml")
+    slow, quick = Encoder(Slow()), Encoder(fast)
+    (rendered,) = render_conversation(template, talk, slow.special)
+    for a, b in zip(*(encoder.encode_rendered([rendered])[0] for encoder in (slow, quick)), strict=True):
+        assert np.array_equal(a, b)
+    ids = slow.encode(["two <|im_end|> tokens"])[0]
+    assert slow.decode(ids) == quick.decode(ids) == "two <|im_end|> tokens"
+
+
 def test_shifted_mask_is_caught():
     encoder = make_encoder("chatml")
     (rendered,) = render_conversation(make_template("chatml"), conversation([("q", "answer")]), encoder.special)

@@ -1,10 +1,15 @@
 """The stage: every record accounted for, splits and order that depend on nothing but the seed, nothing half-written."""
 
+import errno
 import gzip
 import json
 import random
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +20,7 @@ from eyas.data import prepare
 from eyas.data.encode import Encoder
 from eyas.data.preview import stretches
 from eyas.data.tokens import Tokens
-from eyas.errors import DataError
+from eyas.errors import DataError, StoreFull
 from eyas.record import load_record
 from eyas.stages import run_stage
 from eyas.target import load_target
@@ -96,6 +101,45 @@ def test_workers_change_nothing(tmp_path, tiny_target, monkeypatch):
         lines.append(rejected_lines(run))
     assert len(digests) == 1
     assert lines[0] == lines[1]
+
+
+def test_a_killed_prepare_leaves_no_process_and_starts_afresh(tmp_path, tiny_target):
+    path = write_lines(tmp_path / "a.jsonl", [exchange(f"question {i}", "long answer " * 25) for i in range(25_000)])
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        f'runs_dir = "{tmp_path}/runs"\n[target]\npath = "{tiny_target}"\n[data]\nworkers = 2\n'
+        f'[[data.sources]]\npath = "{path}"\n'
+    )
+    command = [sys.executable, "-m", "eyas", "prepare", str(recipe)]
+    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    parent = psutil.Process(killed.pid)
+    spilled = tmp_path / "runs/r/.partial-spill/0000.arrow"
+    deadline = time.monotonic() + 60
+    while not spilled.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = parent.children(recursive=True)
+    killed.kill()
+    killed.wait()
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    assert not (tmp_path / "runs/r/tokens").exists()
+    write_lines(path, many(50))
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert len(Tokens(tmp_path / "runs/r/tokens")) == 50
+    assert sorted(entry.name for entry in (tmp_path / "runs/r").iterdir() if "partial" in entry.name) == []
+
+
+def test_a_full_disk_is_said_and_leaves_nothing_behind(tmp_path, tiny_target, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", "samples.parquet")
+
+    run = make_run(tmp_path, tiny_target, [write_lines(tmp_path / "a.jsonl", many(5))])
+    monkeypatch.setattr("eyas.data.tokens.pq.ParquetWriter.write_table", full)
+    with pytest.raises(StoreFull, match="samples.parquet: No space left"):
+        run_stage(run, "prepare")
+    assert sorted(entry.name for entry in run.dir.iterdir()) == ["logs", "recipe.toml"]
 
 
 def test_one_conversation_is_in_one_split(tmp_path, tiny_target):

@@ -33,8 +33,9 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        # Kept only where it is needed: to send it to another process takes Transformers and torch along.
+        self._slow: Any = tokenizer if self._fast is None else None
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
@@ -56,11 +57,13 @@ class Encoder:
         if self._fast is not None:
             # encode_batch_fast leaves out the offsets, yet took 1.4 times as long on such pieces (tokenizers 0.23).
             return [encoding.ids for encoding in self._fast.encode_batch(list(texts), add_special_tokens=False)]
-        return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [self._slow.encode(text, add_special_tokens=False) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if self._fast is not None:
+            return str(self._fast.decode(list(ids), skip_special_tokens=False))
+        return str(self._slow.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_rendered(self, batch: Sequence[Rendered]) -> list[tuple[TokenIds, LossMask] | Rejected]:
         """Token ids int32 [T] and loss mask bool [T] of each text, or why it has none."""

@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -42,7 +45,7 @@ def run_jobs(maker: Maker, jobs: Iterator[Job], workers: int) -> Iterator[tuple[
             yield job, maker.make(job.chunk, job.shape, job.split)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start, (maker,)) as pool:
+    with ProcessPoolExecutor(workers, context, _start, (maker, os.getpid())) as pool:
         under_way: deque[tuple[Job, Future[Made]]] = deque()
         try:
             for job in jobs:
@@ -66,11 +69,20 @@ def _finish(job: Job, future: Future[Made]) -> tuple[Job, Made]:
         ) from None
 
 
-def _start(maker: Maker) -> None:
+def _start(maker: Maker, parent: int) -> None:
     global _maker
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # One core each: the tokenizer's own threads would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     _maker = maker
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed: it would wait for work for ever, as its siblings hold the queue."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _work(chunk: Chunk, shape: str, split: str) -> Made:

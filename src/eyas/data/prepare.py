@@ -171,7 +171,7 @@ def _make_all(
 ) -> None:
     """Read, render and encode everything; samples go to the spill, rejections to the writer."""
     total = _source_bytes(files)
-    wanted = run.data.workers or os.cpu_count() or 1
+    wanted = run.data.workers or len(os.sched_getaffinity(0))
     workers = min(wanted, max(total // _BYTES_PER_WORKER, 1))
     sizes = [path.stat().st_size for _, path in files]
     with Progress("prepare", total, "bytes", run.logs_dir) as progress:
