@@ -1,4 +1,4 @@
-"""The two parts of the target that a drafter needs: its embedding and its lm_head."""
+"""The parts of the target that a drafter needs: embedding, lm_head, and the final norm it starts from."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,20 @@ from eyas.target import Target
 
 _EMBEDDING = "embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
+_NORM = "norm.weight"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class TargetHead:
-    """Embedding [V, H] and lm_head [V, H] of the target, frozen, in one dtype and on one device.
+    """Embedding [V, H], lm_head [V, H] and final norm [H] of the target, frozen, in one dtype and on one device.
 
     lm_head consumes the post-norm final hidden state. They are the same tensor where the target ties them.
     """
 
     embedding: Tensor
     lm_head: Tensor
+    norm: Tensor
 
 
 def load_target_head(target: Target, dtype: torch.dtype, device: torch.device) -> TargetHead:
@@ -30,9 +32,11 @@ def load_target_head(target: Target, dtype: torch.dtype, device: torch.device) -
 
     Raises: TargetError where a tensor is missing, has another shape than the config says, or is no plain float tensor.
     """
-    embedding = _read(target, _EMBEDDING).to(device, dtype)
+    matrix = (target.vocab_size, target.hidden_size)
+    embedding = _read(target, _EMBEDDING, matrix).to(device, dtype)
+    norm = _read(target, _NORM, (target.hidden_size,)).to(device, dtype)
     if any(name.endswith(_LM_HEAD) for name in target.weight_files):
-        return TargetHead(embedding, _read(target, _LM_HEAD).to(device, dtype))
+        return TargetHead(embedding, _read(target, _LM_HEAD, matrix).to(device, dtype), norm)
     if not target.text_config.get("tie_word_embeddings", target.config.get("tie_word_embeddings", False)):
         raise TargetError(
             f"{target.path}: no tensor *{_LM_HEAD}",
@@ -40,10 +44,10 @@ def load_target_head(target: Target, dtype: torch.dtype, device: torch.device) -
             cause="an incomplete checkpoint",
             next="fetch the folder again",
         )
-    return TargetHead(embedding, embedding)
+    return TargetHead(embedding, embedding, norm)
 
 
-def _read(target: Target, suffix: str) -> Tensor:
+def _read(target: Target, suffix: str, shape: tuple[int, ...]) -> Tensor:
     names = [name for name in target.weight_files if name == suffix or name.endswith(f".{suffix}")]
     if len(names) != 1:
         raise TargetError(
@@ -60,9 +64,9 @@ def _read(target: Target, suffix: str) -> Tensor:
             cause="a checkpoint whose embedding or head is quantised",
             next="use the unquantised checkpoint's folder as target.path: these two tensors are read, nothing else",
         )
-    if tuple(tensor.shape) != (target.vocab_size, target.hidden_size):
+    if tuple(tensor.shape) != shape:
         raise TargetError(
             f"{target.path}: {names[0]} has shape {tuple(tensor.shape)}",
-            expected=f"({target.vocab_size}, {target.hidden_size}), by config.json",
+            expected=f"{shape}, by config.json",
         )
     return tensor
