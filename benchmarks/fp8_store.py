@@ -1,6 +1,6 @@
 """Does training from an fp8 store cost acceptance? The same samples, both encodings, several seeds.
 
-    python benchmarks/fp8_store.py [--work DIR] [--seeds 3] [--epochs 6]
+    python benchmarks/fp8_store.py [--work DIR] [--seeds 3] [--epochs 4]
 
 Captures the demo's samples once per encoding, trains each seed from both stores with the same order of samples and the
 same initial weights, and replays held-out answers (every fifth training record is held out too, so that more than
@@ -58,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=None, help="folder to work in (default: a temporary one)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, default=6.0)
+    parser.add_argument("--epochs", type=float, default=4.0)
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="eyas-fp8-"))
     work.mkdir(parents=True, exist_ok=True)
