@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from eyas.cli import commands
 from eyas.errors import ManifestMismatch, StoreError, TargetError
+from eyas.store.convert import importer
 from eyas.store.convert.exporter import export_store
 from eyas.store.convert.formats import CONVENTIONS, open_sink, open_source
 from eyas.store.convert.importer import ImportOptions, import_folder
@@ -251,6 +252,27 @@ def test_layer_ids_are_asked_for_and_contradictions_named(
     with pytest.raises(TargetError, match="the target has 8 layers"):
         options = ImportOptions(aux_layer_ids=[2, 4, 8])
         import_folder("speculators-v1", tmp_path / "v1", str(tmp_path / "other"), target, options)
+
+
+def test_a_convention_that_the_text_contradicts_is_refused(
+    world: tuple[Path, Target, list[Captured]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Post-norm states in speculators' files; a random target tells the two apart by less than a real one."""
+    _, target, captured = world
+    monkeypatch.setattr(importer, "_CONTRADICTED", 0.1)
+    write_v1(tmp_path / "v1", captured)
+    for number, one in enumerate(captured):
+        sample = torch.load(tmp_path / f"v1/data_{number}.pt", weights_only=True)
+        sample["hidden_states"][3] = one.final
+        torch.save(sample, tmp_path / f"v1/data_{number}.pt")
+    with pytest.raises(
+        StoreError, match=r"taken as pre_norm give the text a log-probability of -\d.*as post_norm"
+    ) as told:
+        import_folder("speculators-v1", tmp_path / "v1", str(tmp_path / "store"), target, OURS)
+    assert "--final-state post_norm" in told.value.next and not (tmp_path / "store").exists()
+    options = ImportOptions(aux_layer_ids=AUX_LAYER_IDS, final_state="post_norm")
+    import_folder("speculators-v1", tmp_path / "v1", str(tmp_path / "store"), target, options)
+    check_stored(str(tmp_path / "store"), captured, exact_final=True)
 
 
 class _Evil:

@@ -23,6 +23,7 @@ from eyas.store.writer import BadStates, StoreWriter
 from eyas.target import Target
 
 _FIT_SAMPLES = 8
+_CONTRADICTED = 1.0  # nats a token; SmolLM2-135M: -0.7 with the right convention, -9.6 and -7.7 with the wrong ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class ImportOptions:
     Attributes:
         aux_layer_ids: our ids of the three aux layers, or
         tool_layer_ids: those that the tool was given; both None where the folder records them.
-        final_state: None: what the tool's own writer stores.
+        final_state: None: what the tool's own writer stores, unless the text contradicts it.
         source: name of the samples' source; "": the folder's name.
         heldout: share of samples that go to the split `heldout`, by their ids.
         pad_id: unsupervised tokens of this id at a sample's end are padding and cut off; None: none are.
@@ -93,6 +94,7 @@ def import_folder(name: str, folder: Path, url: str, target: Target, options: Im
     rows, entries = _scan(source, target, folder, options, report)
     report.dtype = str(source.states(next(iter(rows.values())))[0].dtype).removeprefix("torch.")
     report.fit, report.unchecked = _fit(source, target, rows, options, final_state)
+    _refuse_unfit(told, report, options)
     manifest = _manifest(told, target, report, entries, options)
     with (
         StoreWriter.open(url, manifest, entries) as writer,
@@ -242,6 +244,19 @@ def _fit(
         return None, "no two supervised tokens in a row"
     post, pre, count = measured
     return ((pre, post, count) if final_state == "pre_norm" else (post, pre, count)), ""
+
+
+def _refuse_unfit(told: Conventions, report: ImportReport, options: ImportOptions) -> None:
+    """Raises: StoreError where the tool's own convention is contradicted by the text, and none was said."""
+    if options.final_state is None and report.fit and report.fit[1] > report.fit[0] + _CONTRADICTED:
+        other = "post_norm" if report.final_state == "pre_norm" else "pre_norm"
+        raise StoreError(
+            f"final states taken as {report.final_state} give the text a log-probability of {report.fit[0]:.2f} a "
+            f"token, as {other} {report.fit[1]:.2f} (mean of {report.fit[2]:,})",
+            expected=f"{report.final_state}, as {told.tool} writes them",
+            cause="another tool wrote the folder, or another target was captured",
+            next=f"--final-state {other} where that is so; --final-state {report.final_state} where you know better",
+        )
 
 
 def _manifest(
