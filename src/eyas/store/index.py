@@ -7,6 +7,7 @@ the parts stay as its second copy. Rows count only while their shard is there.
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -14,7 +15,7 @@ from eyas import fs
 from eyas.store import plan
 from eyas.store.files import Files, shard_number
 from eyas.store.format import AUX_LAYERS, INDEX, Manifest, part_name, tensors
-from eyas.store.tables import parse_table, table_bytes, table_digest
+from eyas.store.tables import compact, parse_table, table_bytes, table_digest
 
 CHECKSUM_BYTES = 16
 
@@ -50,11 +51,10 @@ def _load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[p
     layout = schema(manifest)
     folded = parse_table(files.read(INDEX), files.name(INDEX), layout) if INDEX in sizes else layout.empty_table()
     known = set(pc.unique(folded["shard"]).to_pylist())
-    if known == committed:
-        return folded.combine_chunks(), True
     parts = [part_name(shard) for shard in sorted(committed - known) if part_name(shard) in sizes]
-    tables = [parse_table(files.read(name), files.name(name), layout) for name in parts]
-    return only(pa.concat_tables([folded, *tables]), committed), not (parts or known - committed)
+    rows = pa.concat_tables([folded, *(parse_table(files.read(name), files.name(name), layout) for name in parts)])
+    del folded
+    return only(rows, committed), not (parts or known - committed)
 
 
 def committed_shards(sizes: Iterable[str]) -> set[int]:
@@ -87,5 +87,8 @@ def digest(manifest: Manifest, rows: pa.Table) -> str:
 
 def only(rows: pa.Table, shards: set[int]) -> pa.Table:
     """The rows of some shards, in plan order."""
-    kept = rows.filter(pc.is_in(rows["shard"], value_set=pa.array(sorted(shards), pa.int32())))
-    return kept.take(pc.sort_indices(kept, [("shard", "ascending"), ("first_token", "ascending")])).combine_chunks()
+    if set(pc.unique(rows["shard"]).to_pylist()) - shards:
+        rows = rows.filter(pc.is_in(rows["shard"], value_set=pa.array(sorted(shards), pa.int32())))
+    if (np.diff(rows["shard"].to_numpy()) < 0).any():
+        rows = rows.take(pc.sort_indices(rows, [("shard", "ascending"), ("first_token", "ascending")]))
+    return compact(rows)

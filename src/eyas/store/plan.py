@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from eyas.errors import StoreError
 from eyas.store.format import Manifest, PlanInfo, ShardLayout, tensors
-from eyas.store.tables import table_digest
+from eyas.store.tables import compact, table_digest
 
 SCHEMA = pa.schema(
     [
@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
     ]
 )
 _BATCH = 1 << 16
+_ID_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,13 @@ class Rows:
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
-        self.ids = np.array(table["sample_id"].to_numpy(), dtype="S32") if len(table) else np.empty(0, "S32")
+        self.ids = _ids(table)
         self.tokens = table["tokens"].to_numpy().astype(np.int64)
         self.supervised = table["supervised"].to_numpy().astype(np.int64)
         self.shard = table["shard"].to_numpy()
         self.first_token = table["first_token"].to_numpy()
         self.first_final = table["first_final"].to_numpy()
         self._order = np.argsort(self.ids)
-        self._sorted = self.ids[self._order]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -64,8 +64,9 @@ class Rows:
     def find(self, sample_id: str) -> int | None:
         """Row of a sample, or None."""
         key = np.bytes_(sample_id.encode())
-        place = int(np.searchsorted(self._sorted, key))
-        return int(self._order[place]) if place < len(self._sorted) and self._sorted[place] == key else None
+        place = int(np.searchsorted(self.ids, key, sorter=self._order))
+        row = int(self._order[place]) if place < len(self) else -1
+        return row if row >= 0 and self.ids[row] == key else None
 
     def id(self, row: int) -> str:
         return self.ids[row].decode()
@@ -112,10 +113,10 @@ def deal(entries: Iterable[PlanEntry], manifest: Manifest) -> Plan:
         raise StoreError(
             "no samples to store", cause="prepare kept none", next="see tokens/rejected.jsonl for the reasons"
         )
-    table = table.take(pc.sort_indices(table, [("split", "ascending"), ("sample_id", "ascending")])).combine_chunks()
-    ids = np.array(table["sample_id"].to_numpy(), dtype="S")
+    table = table.take(pc.sort_indices(table, [("split", "ascending"), ("sample_id", "ascending")]))
+    table = compact(table)
     tokens, supervised = (table[name].to_numpy().astype(np.int64) for name in ("tokens", "supervised"))
-    _check(ids, tokens, supervised)
+    _check(_ids(table), tokens, supervised)
     per_token, per_final = (
         sum(t.row_bytes for t in tensors(manifest) if t.supervised == kind) for kind in (False, True)
     )
@@ -137,11 +138,23 @@ def _tables(entries: Iterator[PlanEntry]) -> Iterator[pa.Table]:
         yield pa.table(columns, schema=schema)
 
 
-def _check(ids: npt.NDArray[np.bytes_], tokens: npt.NDArray[np.int64], supervised: npt.NDArray[np.int64]) -> None:
-    if ids.dtype.itemsize != 32:
+def _ids(table: pa.Table) -> npt.NDArray[np.bytes_]:
+    """The sample ids as 32-byte strings: a view into the table.
+
+    Raises: StoreError where one is not 32 characters long.
+    """
+    column = table["sample_id"].combine_chunks()
+    odd = table.filter(pc.not_equal(pc.binary_length(column), _ID_BYTES))
+    if len(odd):
         raise StoreError(
-            f"sample id {ids[0].decode()}", expected="32 hex digits, the digest of token ids and loss mask"
+            f"sample id {odd['sample_id'][0]}", expected="32 hex digits, the digest of token ids and loss mask"
         )
+    if not len(column):
+        return np.empty(0, f"S{_ID_BYTES}")
+    return np.frombuffer(column.buffers()[2], f"S{_ID_BYTES}", len(column), column.offset * _ID_BYTES)
+
+
+def _check(ids: npt.NDArray[np.bytes_], tokens: npt.NDArray[np.int64], supervised: npt.NDArray[np.int64]) -> None:
     ordered = np.sort(ids)
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):

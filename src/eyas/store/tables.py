@@ -4,7 +4,6 @@ The checksum lies in the file's key-value metadata under `xxh3_128`: 32 hex digi
 those 32 bytes replaced by `@`. So one atomic rename commits a table and its proof.
 """
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,19 +17,20 @@ from eyas.errors import CorruptStore
 _KEY = "xxh3_128"
 _PLACEHOLDER = b"@" * 32
 _MARK = b"\x08xxh3_128\x18\x20"  # what stands before the value in the footer: lengths and field types of thrift
+_FOOTER_END = 4096  # bytes at the end of a file that surely hold the key-value metadata
 _ROW_GROUP = 1 << 16
 
 
 def table_bytes(table: pa.Table) -> bytes:
     """The table as a Parquet file (zstd, plain types, no pandas or Arrow metadata) with its checksum in it."""
-    sink = io.BytesIO()
+    sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, table.schema, compression="zstd", store_schema=False) as writer:
         writer.write_table(table, row_group_size=_ROW_GROUP)
         writer.add_key_value_metadata({_KEY: _PLACEHOLDER.decode()})
-    raw = sink.getvalue()
-    head, found, tail = raw.rpartition(_MARK + _PLACEHOLDER)
-    assert found, "Parquet's footer is not laid out as expected"
-    return head + _MARK + fs.digest(raw).encode() + tail
+    raw = memoryview(sink.getvalue())
+    last = max(0, len(raw) - _FOOTER_END)
+    place = last + bytes(raw[last:]).rindex(_MARK + _PLACEHOLDER) + len(_MARK)
+    return b"".join([raw[:place], fs.digest(raw).encode(), raw[place + len(_PLACEHOLDER) :]])
 
 
 def parse_table(raw: bytes, where: str, schema: pa.Schema) -> pa.Table:
@@ -39,9 +39,10 @@ def parse_table(raw: bytes, where: str, schema: pa.Schema) -> pa.Table:
     The checksum is compared before the Parquet library sees a byte: it need not cope with damage.
     Raises: CorruptStore where a single byte is another one, or the columns are not those of `schema`.
     """
-    head, found, tail = raw.rpartition(_MARK)
-    claimed, tail = tail[: len(_PLACEHOLDER)], tail[len(_PLACEHOLDER) :]
-    seen = fs.digest(head, _MARK, _PLACEHOLDER, tail) if found else "none"
+    place = raw.rfind(_MARK) + len(_MARK)
+    end, whole = place + len(_PLACEHOLDER), memoryview(raw)
+    claimed = raw[place:end]
+    seen = fs.digest(whole[:place], _PLACEHOLDER, whole[end:]) if _MARK in raw else "none"
     if seen.encode() != claimed:
         raise CorruptStore(
             f"{where}: checksum {seen}", expected=f"{claimed!r}, as the file says itself", cause=_CAUSE, next=_NEXT
@@ -64,10 +65,23 @@ _NEXT = "eyas verify RECIPE --repair, then eyas capture RECIPE: sound shards are
 def table_digest(table: pa.Table, columns: Sequence[str]) -> str:
     """xxh3-128 of the content of some columns, row by row in order, whatever the table's chunks."""
     state = xxhash.xxh3_128()
-    for batch in table.select(list(columns)).combine_chunks().to_batches(max_chunksize=_ROW_GROUP):
-        for column in batch.columns:
-            state.update(_column_bytes(column))
+    for first in range(0, len(table), _ROW_GROUP):
+        piece = table.select(list(columns)).slice(first, _ROW_GROUP)
+        for column in piece.columns:
+            state.update(_column_bytes(column.combine_chunks()))
     return state.hexdigest()
+
+
+def compact(table: pa.Table) -> pa.Table:
+    """The table with one chunk a column, made column by column: two copies of a large table at once are too many.
+
+    The caller gives up its own reference first.
+    """
+    columns, schema = [], table.schema
+    while table.num_columns:
+        columns.append(table.column(0).combine_chunks())
+        table = table.remove_column(0)
+    return pa.table(columns, schema=schema)
 
 
 def _column_bytes(column: Any) -> bytes:

@@ -57,18 +57,14 @@ def decode(values: Tensor, scales: Tensor | None) -> Tensor:
         return values
     if values.device.type != "cpu":
         return (values.float() * scales.unsqueeze(-1)).to(torch.bfloat16)
-    # Bit shifts put e4m3's exponent and mantissa into bfloat16's places, off by a factor of 2^120 (biases 7 and 127):
-    # 1.3 GB/s on one core where torch's conversion makes 0.2, same values. (float16's places would avoid denormals, but
-    # torch widens float16 at 0.25 GB/s.) It knows no NaN: row_faults refuses those.
+    # Bit shifts put e4m3's exponent and mantissa into float16's places, off by a factor of 2^8 (biases 7 and 15): two
+    # to three times faster on a CPU than torch's conversion, same values. It knows no NaN: row_faults refuses those.
     out = torch.empty(values.shape, dtype=torch.bfloat16)
-    flat, factors, target = (
-        values.reshape(-1, values.shape[-1]),
-        scales.reshape(-1, 1) * 2.0**120,
-        out.view(-1, values.shape[-1]),
-    )
+    flat, target = values.reshape(-1, values.shape[-1]), out.view(-1, values.shape[-1])
+    factors = scales.reshape(-1, 1) * 2.0**8
     for rows in _pieces(flat):
-        bits = (flat[rows].view(torch.int8).to(torch.int16) << 4) & -0x7810
-        torch.mul(bits.view(torch.bfloat16).float(), factors[rows], out=target[rows])
+        bits = (flat[rows].view(torch.int8).to(torch.int16) << 7) & -0x4080
+        target[rows] = bits.view(torch.float16).float().mul_(factors[rows]).to(torch.bfloat16)
     return out
 
 
@@ -124,4 +120,4 @@ def _pieces(flat: Tensor) -> list[slice]:
 
 
 def _sum_squares(rows: Tensor, layers: int) -> Tensor:
-    return rows.double().square().reshape(len(rows), layers, rows.shape[-1]).sum((0, 2)).cpu()
+    return rows.square().reshape(len(rows), layers, rows.shape[-1]).sum((0, 2), dtype=torch.float64).cpu()
