@@ -1,7 +1,7 @@
 """Prepare against the tokenizer alone, and its memory.
 
     python benchmarks/prepare.py [--records 12000] [--tokens 500] [--workers 2] [--repeats 3]
-    python benchmarks/prepare.py --memory --records 1000000 --tokens 60      (prepare alone: is its memory bounded?)
+    python benchmarks/prepare.py --memory --records 1000000 --tokens 24      (prepare alone: is its memory bounded?)
 
 Prepare: the whole stage on one JSONL file of two-turn chats: starting workers, reading, masks, digests, doubles, order
 and writing; only the imports are not timed. Tokenizer: `encode_batch` of the same rendered texts on as many threads,
@@ -47,11 +47,11 @@ def write_chats(path: Path, records: int, tokens: int, doubles: float = 0.02) ->
             if not line or rng.random() >= doubles:
                 turns = []
                 for share in (0.1, 0.4, 0.1, 0.4) if tokens >= 200 else (0.2, 0.8):
-                    said = [rng.choice(sentences)]
-                    while sum(map(len, said)) < share * tokens * CHARACTERS_PER_TOKEN:
+                    said, length = [], round(share * tokens * CHARACTERS_PER_TOKEN)
+                    while sum(map(len, said)) < length:
                         said.append(rng.choice(sentences))
                     role = "assistant" if len(turns) % 2 else "user"
-                    turns.append({"role": role, "content": " ".join(said)})
+                    turns.append({"role": role, "content": " ".join(said)[:length]})
                 line = json.dumps({"messages": turns}, ensure_ascii=False) + "\n"
             file.write(line)
 

@@ -3,9 +3,13 @@
 import json
 import random
 import re
+import tomllib
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from conftest import ROOT
 from helpers_data import exchange, make_run, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -189,24 +193,50 @@ STAND_INS = {
 }
 
 
+def stand_in(name, number):
+    """The data set's record with other words in it."""
+    return json.loads(json.dumps(STAND_INS[name]).replace('"hi"', f'"hi {number}"'))
+
+
+def lay_out(folder, name, count):
+    """A folder like the data set's repository."""
+    file = folder / PRESETS[name].files.replace("*", "00000-of-00001")
+    file.parent.mkdir(parents=True)
+    records = [STAND_INS[name], *(stand_in(name, number) for number in range(1, count))]
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), file)
+    else:
+        file.write_text(json.dumps(records))
+    (file.parent / "other.jsonl").write_text("not JSON, and not of the data set's files")
+    return folder
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_on_local_stand_ins(tmp_path, tiny_target, name):
-    """A folder laid out like the repository, and the single sample every stand-in means."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file = tmp_path / "local" / PRESETS[name].files.replace("*", "00000-of-00001")
-    file.parent.mkdir(parents=True)
-    if file.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist([STAND_INS[name]]), file)
-    else:
-        file.write_text(json.dumps([STAND_INS[name]]))
-    (file.parent / "other.jsonl").write_text("not JSON, and not of the data set's files")
-    run = make_run(tmp_path, tiny_target, [{"preset": name, "path": str(tmp_path / "local")}])
+    local = lay_out(tmp_path / "local", name, 1)
+    run = make_run(tmp_path, tiny_target, [{"preset": name, "path": str(local)}])
     (sample,) = prepared(run)
     maker = prepare.make_maker(run.recipe.data, prepare.load_target(run.recipe.target))
     assert maker.encoder.decode(sample.token_ids[sample.loss_mask].tolist()) == "hello<|im_end|>"
     assert sample.source.startswith(name)
+
+
+def test_the_eight_source_recipe_on_local_stand_ins(tmp_path, tiny_target):
+    recipe = tomllib.loads((ROOT / "examples/eight_sources.toml").read_text(encoding="utf-8"))
+    data = {**recipe["data"], "min_supervised_tokens": 1}
+    sources = data.pop("sources")
+    assert len(sources) == 8
+    for source in sources:
+        source["path"] = str(lay_out(tmp_path / source["preset"], source["preset"], 5))
+    # The stand-ins are alike by design: their prompts differ by one number.
+    tokens = prepared(make_run(tmp_path, tiny_target, sources, **{**data, "near_duplicates": 0.0}))
+    by_preset = {name.partition("/")[0] for name in tokens.manifest["by_source"]}
+    assert by_preset == {source["preset"] for source in sources}
+    counts = tokens.manifest["by_source"].values()
+    assert sum(count["read"] for count in counts) == 40
+    # Without a system text of their own all eight mean the same five chats; OpenThoughts has one.
+    assert len(tokens) == 10
+    assert sum(count["rejected"].get("duplicate", 0) for count in counts) == 30
 
 
 def test_presets_are_the_recipe_s():
