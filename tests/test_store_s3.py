@@ -94,7 +94,7 @@ def test_an_interrupted_upload_loses_nothing(
     assert wire.cuts and "uploading shards/000001.safetensors" in told.value.seen
     assert "the finished shard waits in" in told.value.next and "is sent first" in told.value.next
     assert {name for name in place.names() if name.endswith(".safetensors")} == {"shards/000000.safetensors"}
-    assert committed <= place.names() | {".writer.lock"}
+    assert committed <= place.names() | {".partial-writer-lock"}
     wire.cut_after = None
     writer.close()
     report = verify_store(place.url)
@@ -138,16 +138,16 @@ for name in sum(writer.pending()[:3], []):
 os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == 9
-    assert ".writer.lock" in place.names()
+    assert ".partial-writer-lock" in place.names()
     samples = make_samples(40)
     writer = StoreWriter.open(place.url, make_manifest(), [sample.entry for sample in samples])
     assert sum(map(len, writer.pending())) < 40
     writer.close()
-    assert ".writer.lock" not in place.names()
-    place.put(".writer.lock", b'{"host": "gpu7", "pid": 12, "since": "2026-01-01 10:00:00 +0000"}')
+    assert ".partial-writer-lock" not in place.names()
+    place.put(".partial-writer-lock", b'{"host": "gpu7", "pid": 12, "since": "2026-01-01 10:00:00 +0000"}')
     with pytest.raises(StoreError, match="process 12 on gpu7 writes it since 2026-01-01") as told:
         StoreWriter.open(place.url, make_manifest(), [sample.entry for sample in samples])
-    assert f"remove {place.url}/.writer.lock" in told.value.next
+    assert f"remove {place.url}/.partial-writer-lock" in told.value.next
 
 
 def test_a_fetched_shard_goes_with_its_reader(place: Place, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from eyas.store.files import Files
 from eyas.store.format import MANIFEST, SHARDS, part_name, shard_name
 
 STAGING = "EYAS_STAGING"
-_LOCK = ".writer.lock"
+_LOCK = f"{fs.PARTIAL_PREFIX}writer-lock"
 _OUTBOX = "outbox"
 _PART_FILE = re.compile(rf"{SHARDS}/(\d{{6,}})\.parquet")
 _KEPT_SHARDS = 16  # fetched files kept; above the 8 that a reader maps and the 8 threads of verify
