@@ -68,6 +68,14 @@ class Servers:
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, headers=_headers(self.settings.api_key_env))
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _start(self) -> None:
         faults = await asyncio.gather(*(self._try(server) for server in self.all))
         if not any(server.up for server in self.all):
             raise EngineError(
@@ -80,7 +88,6 @@ class Servers:
             if fault:
                 say(f"warning: {fault}; going on without it, it is tried again")
                 self._revive(server)
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         for task in self._revivals:

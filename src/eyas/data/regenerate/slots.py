@@ -26,12 +26,12 @@ def open_conversation(record: Record, maker: Maker, split: str, *, prompts: bool
     maker.filters.check_turns(body, split)
     messages: list[Message] = []
     supervised: list[bool] = []
-    last = len(body.messages) - 1
     for place, (message, learned) in enumerate(zip(body.messages, body.supervised, strict=True)):
         written = learned and not message.get("tool_calls")
         messages.append({"role": "assistant", "content": _OPEN} if written else message)
         supervised.append(written)
-        if message["role"] in ("user", "tool") and (prompts or place == last):
+        next_role = body.messages[place + 1]["role"] if place + 1 < len(body.messages) else ""
+        if message["role"] in ("user", "tool") and (not next_role or (prompts and next_role == "user")):
             messages.append({"role": "assistant", "content": _OPEN})
             supervised.append(True)
     tidy, _ = clean(Conversation(messages, supervised, body.tools), mend=maker.data.mend)

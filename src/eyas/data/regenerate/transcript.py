@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 
 from eyas.data.encode import Encoder
-from eyas.data.records import Conversation
+from eyas.data.records import Conversation, Message
 from eyas.data.template import ChatTemplate
+
+# Ends the reasoning of Qwen, DeepSeek, Kimi and GLM, in text that is no special token.
+_THOUGHT = "</think>"
 
 
 @dataclass
@@ -85,10 +88,15 @@ class Transcript:
         self._now.answers.append((start, start + len(answer)))
         self._text = self._prompt_text + self._encoder.decode(answer)
         place = self._open.pop(0)
-        self._messages[place] = self._messages[place] | {"content": self._spoken(answer)}
+        self._messages[place] = self._messages[place] | self._spoken(answer)
 
-    def _spoken(self, answer: list[int]) -> str:
-        """The answer's text as the template takes it: what follows its last special token (a channel's mark, say)."""
+    def _spoken(self, answer: list[int]) -> Message:
+        """The answer as templates take it and clients send it back: reasoning apart, and only what follows the last
+        special token (a channel's mark, say)."""
         text = self._encoder.decode(answer[:-1] if answer[-1] in self._encoder.ends else answer)
         marks = list(self._encoder.pattern.finditer(text))
-        return text[marks[-1].end() :] if marks else text
+        text = text[marks[-1].end() :] if marks else text
+        reasoning, thought, spoken = text.rpartition(_THOUGHT)
+        if not thought:
+            return {"content": text}
+        return {"content": spoken.lstrip("\n"), "reasoning_content": reasoning.partition("<think>")[2] or reasoning}
