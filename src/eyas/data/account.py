@@ -30,11 +30,15 @@ class Account:
 
     Args:
         names: names of the recipe's sources, in order.
+
+    Attributes:
+        labels: all labels met so far; a label's number is its place.
     """
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
-        self._labels: dict[str, int] = {}
+        self.labels: list[str] = []
+        self._numbers: dict[str, int] = {}
         self._counts: list[_Counts] = []
         self._kinds = Counter[int]()
         self._of_record: list[npt.NDArray[np.uint16]] = []
@@ -42,10 +46,6 @@ class Account:
         self.records = 0
         self.mended: Counter[str] = Counter()
         self.odd: Counter[str] = Counter()
-
-    @property
-    def labels(self) -> list[str]:
-        return list(self._labels)
 
     def source_of(self, label: int) -> int:
         """The recipe's source that a label belongs to."""
@@ -97,7 +97,7 @@ class Account:
         """
         of_record = np.concatenate(self._of_record) if self._of_record else np.zeros(0, np.uint16)
         table = {}
-        for name, label in self._labels.items():
+        for label, name in enumerate(self.labels):
             mine = of_record == label
             rejected = Counter(self._counts[label].rejected)
             for code, reason in enumerate(LATE_REASONS[1:], 1):
@@ -113,11 +113,11 @@ class Account:
     def _label(self, source: int, kind: str) -> int:
         name = self._names[source]
         full = f"{name}/{kind}" if kind else name
-        if full not in self._labels:
-            if self._kinds[source] >= _MAX_KINDS:
-                full = f"{name}/other"
-            if full not in self._labels:
-                self._kinds[source] += 1
-                self._labels[full] = len(self._counts)
-                self._counts.append(_Counts(source))
-        return self._labels[full]
+        if full not in self._numbers and self._kinds[source] >= _MAX_KINDS:
+            full = f"{name}/other"
+        if full not in self._numbers:
+            self._kinds[source] += 1
+            self._numbers[full] = len(self.labels)
+            self.labels.append(full)
+            self._counts.append(_Counts(source))
+        return self._numbers[full]

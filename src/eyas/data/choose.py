@@ -33,6 +33,11 @@ class Plan:
     room: dict[int, float]
     budget: list[float]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether everything fits."""
+        return all(value == np.inf for value in (*self.room.values(), *self.budget))
+
 
 class Chooser:
     """Chooses among spilled samples.
@@ -62,7 +67,7 @@ class Chooser:
             self._note_doubles(light, doubles)
             self._note_barred(light, writer)
             splits = _splits(light, plan.threshold)
-            chosen = np.array([row for row in rows.tolist() if self._admit(light, row, splits, plan)], dtype=np.intp)
+            chosen = rows if plan.is_open else self._admitted(light, rows, splits, plan)
             self.kept[light["record"][chosen]] = True
             for row, (ids, mask) in zip(chosen.tolist(), self._spill.payload(bucket, chosen), strict=True):
                 split: Split = "heldout" if splits[row] == _HELDOUT else "train"
@@ -97,6 +102,11 @@ class Chooser:
             below = min(_MIN_HELDOUT, len(smallest) // 2)
         counts = {_TRAIN: given[_TRAIN] + open_samples - below, _HELDOUT: given[_HELDOUT] + below}
         return Plan(threshold, _room(counts, self._data.limit), _budgets(self._data, available))
+
+    def _admitted(
+        self, light: Light, rows: npt.NDArray[np.intp], splits: npt.NDArray[np.uint8], plan: Plan
+    ) -> npt.NDArray[np.intp]:
+        return np.array([row for row in rows.tolist() if self._admit(light, row, splits, plan)], dtype=np.intp)
 
     def _admit(self, light: Light, row: int, splits: npt.NDArray[np.uint8], plan: Plan) -> bool:
         """Whether a sample still fits; what doesn't fit is noted."""
@@ -144,7 +154,7 @@ def _unique(light: Light, open_records: npt.NDArray[np.bool_]) -> tuple[npt.NDAr
 
 def _splits(light: Light, threshold: int) -> npt.NDArray[np.uint8]:
     """Split of each row: its own, else by its conversation's digest."""
-    heldout = np.array([int(key) < threshold for key in light["conversation"].tolist()], dtype=np.bool_)
+    heldout = light["conversation"] < np.uint64(min(threshold, 2**64 - 1))
     return np.where(light["split"] > 0, light["split"], np.where(heldout, _HELDOUT, _TRAIN)).astype(np.uint8)
 
 
