@@ -19,6 +19,7 @@ from eyas.store.plan import Plan
 from eyas.tap.encode import Encoded
 
 _READ_BYTES = 4 << 20
+_WRITEBACK_BYTES = 1 << 20  # smaller pieces are left to the kernel: a call for each would cost more than it saves
 
 
 class OpenSample:
@@ -110,7 +111,10 @@ class OpenShard:
             pieces = _pieces("aux", aux, cut_aux) | _pieces("final", final, cut_final)
             for name, raw in pieces.items():
                 begin = finals[first] if self.tensors[name].supervised else first
-                fs.pwrite_all(self.descriptor, raw, self._offset(name, row, int(begin)))
+                offset = self._offset(name, row, int(begin))
+                fs.pwrite_all(self.descriptor, raw, offset)
+                if len(raw) >= _WRITEBACK_BYTES:
+                    fs.start_writeback(self.descriptor, offset, len(raw))
             opened.mark(first, last)
             if opened.hashed == first:
                 for name, raw in pieces.items():
