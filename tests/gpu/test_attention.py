@@ -1,4 +1,4 @@
-"""The flash form of the training-time test against the eager one, on a GPU. `make test-gpu` runs this; CI has no GPU."""
+"""The flash form of the training-time test against the eager one, on a GPU: `make test-gpu`. CI has no GPU."""
 
 import sys
 from pathlib import Path
