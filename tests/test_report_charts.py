@@ -2,11 +2,24 @@
 
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.report.charts import WIDTH, Bars, Panel, bar_chart, line_chart, number, thin, ticks
+from eyas.report.charts import (
+    WIDTH,
+    Bars,
+    Panel,
+    Row,
+    bar_chart,
+    histogram,
+    line_chart,
+    number,
+    row_chart,
+    thin,
+    ticks,
+)
 
 finite = st.floats(-1e9, 1e9).map(lambda value: round(value, 3))
 
@@ -67,3 +80,22 @@ def test_charts_are_valid_svg(shares: list[float], points: list[tuple[int, float
 
 def test_numbers() -> None:
     assert [number(value) for value in (0, 0.25, 1500, 2e6, 3.5e9)] == ["0", "0.25", "1.5k", "2M", "3.5G"]
+
+
+@given(st.lists(st.integers(1, 10**6), max_size=200))
+def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
+    svg = ET.fromstring(histogram(np.array(values, dtype=np.int64), "tokens", "samples", "s1"))
+    counts = [int(title.text.rpartition(": ")[2].replace(",", "")) for title in svg.iter("title") if title.text]
+    assert sum(counts) == len(values) and len(counts) <= 80
+
+
+def test_a_row_s_parts_follow_one_another() -> None:
+    rows = [Row("one <b>", 30, 10), Row("two", 0, 20)]
+    svg = ET.fromstring(row_chart(rows, ("supervised", "context"), ("s1", "s0"), "tokens"))
+    bars = [bar for bar in svg.iter("rect") if bar.get("height") == "12"]
+    starts, widths = ([float(bar.get(key, "")) for bar in bars] for key in ("x", "width"))
+    assert starts[1] == pytest.approx(starts[0] + widths[0], abs=0.2)
+    assert widths[0] == pytest.approx(3 * widths[1], rel=0.01) and widths[2] == 0
+    assert widths[3] == pytest.approx(2 * widths[1], rel=0.01)
+    assert "one <b>: 30 supervised" in [title.text for title in svg.iter("title")]
+    assert "no measurements yet" in row_chart([], ("a", "b"), ("s1", "s0"), "tokens")

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers_export import make_run, write_checkpoint, write_record, write_store
 
@@ -12,7 +13,7 @@ from eyas.errors import RecipeError
 from eyas.report.facts import gather
 from eyas.report.page import render, write_report
 from eyas.report.summary import finish, summary_rows
-from eyas.run import Run
+from eyas.run import Run, open_run
 
 EVALUATION: dict[str, Any] = {
     "acceptance_length": 1.6543,
@@ -72,14 +73,28 @@ class Page(HTMLParser):
             self.texts.append(data)
 
 
+def write_tokens(run: Run) -> None:
+    """A token set of 8 samples of 9 tokens, the last 5 supervised: 6 of one source, and one of 300 turns."""
+    from eyas.data.tokens import Sample, TokensWriter, sample_id
+
+    with TokensWriter(run.tokens_dir) as writer:
+        for number in range(9):
+            turns = 300 if number == 8 else 1
+            ids = np.tile(np.array([40 + number, 41, 42, 2, 50, 51, 52, 53, 2], dtype=np.int32), turns)
+            mask = np.tile(np.arange(9) >= 4, turns)
+            source = "chats <one>" if number < 8 else "long"
+            writer.add(Sample(sample_id(ids, mask), source, "heldout" if number < 2 else "train", ids, mask))
+        rejected = {"duplicate": 2, "near_duplicate": 1, "no_supervised_token": 3}
+        first = {"read": 14, "kept": 8, "samples": 8, "tokens": 72, "supervised_tokens": 40, "rejected": rejected}
+        second = {"read": 1, "kept": 1, "samples": 1, "tokens": 2700, "supervised_tokens": 1500, "rejected": {}}
+        writer.finish({"by_source": {"chats <one>": first, "long": second}})
+
+
 def fill(run: Run, target: Path) -> None:
     """All the files of a finished run."""
     write_store(run, target)
     write_checkpoint(run, 20)
-    run.tokens_dir.mkdir()
-    source = {"read": 11, "kept": 8, "tokens": 72, "supervised_tokens": 40, "rejected": {"no supervised token": 3}}
-    manifest = {"samples": 8, "tokens": 72, "by_source": {"chats <one>": source}}
-    (run.tokens_dir / "manifest.json").write_text(json.dumps(manifest))
+    write_tokens(run)
     run.logs_dir.mkdir(exist_ok=True)
     lines: list[dict[str, Any]] = []
     for step in range(10, 410, 10):
@@ -119,7 +134,7 @@ def test_a_finished_run_shows_all_its_figures(finished: Run) -> None:
         "reference decoding of 16 prompts, temperature 0 1.648 41.0%, 17.5%, 6.3% 466",
         "while training, step 400 1.500 40.0%, 10.0%, 5.0% 900",
         "gave the same token ids",
-        "chats <one> 11 8 3 no supervised token: 3 72 40",
+        "chats <one> 14 8 6",
         "2, 4, 5 of 8 (id i: the residual stream after i layers)",
         "1 min 15 s",
         f"eyas run {finished.dir}/recipe.toml",
@@ -215,3 +230,34 @@ def test_the_summary_table(finished: Run, capsys: pytest.CaptureFixture[str]) ->
     assert "speed-up 1.38 times plain decoding, in process" in lines
     assert f"report {finished.dir}/report.html" in lines
     assert (finished.dir / "report.html").is_file()
+
+
+def test_the_data_part_shows_lengths_shares_and_a_sample_of_each_source(finished: Run) -> None:
+    page = Page(write_report(finished).read_text())
+    assert "9 samples (2 heldout, 7 train) of 15 records: 2,772 tokens, 55.6% of them supervised" in page.text
+    assert "mean 308, median 9, 95 % at most 1,624, longest 2,700" in page.text
+    assert "Duplicates and near-duplicates left out: 3" in page.text
+    assert "no_supervised_token 3 20.0%" in page.text
+    assert "chats <one> 14 8 6" in page.text and "72 2.6% 40 55.6%" in page.text
+    assert "long: 2,700 tokens, 1,500 supervised, train" in page.text
+    assert "9 tokens, 5 supervised, heldout" in page.text
+    html = (finished.dir / "report.html").read_text()
+    assert "<mark>PQRS&lt;|im_end|&gt;</mark>" in html and html.count("<mark>") == 1 + 1 + 6
+    assert "supervised and context by source" in str(page.attributes)
+
+
+def test_what_the_target_wrote_is_counted(finished: Run) -> None:
+    by_source = {"chats <one>": {"read": 20, "kept": 14, "rejected": {"too_long": 6}}}
+    counts = {"conversations": 14, "answers": 17, "tokens": 1234, "cut_off": 3, "by_source": by_source}
+    written = open_run(finished.dir.parent.parent / "tiny.toml", ["regenerate.servers=['http://a:1']"])
+    write_record(written, "regenerate", "digest", counts)
+    page = Page(write_report(written).read_text())
+    assert "17 answers in 14 conversations, 1,234 tokens; 3 cut off at their longest length" in page.text
+    assert "chats <one> 20 14 6 too_long: 6" in page.text
+
+
+def test_samples_need_the_targets_tokenizer(finished: Run) -> None:
+    gone = open_run(finished.dir.parent.parent / "tiny.toml", ["target.path=/no/such/target"])
+    facts = gather(gone)
+    assert facts.data is not None and facts.data.excerpts == []
+    assert "Not shown: target.path = /no/such/target: no such folder" in Page(render(facts)).text

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+import numpy as np
+import numpy.typing as npt
+
 WIDTH = 400
 _LEFT, _RIGHT, _TOP = 46, 12, 22
 _PANEL, _GAP, _BOTTOM = 110, 38, 38
@@ -158,3 +161,70 @@ def number(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:g}{unit}"
     return f"{value:g}"
+
+
+def histogram(values: npt.NDArray[np.int64], x_label: str, y_label: str, style: str, bins: int = 24) -> str:
+    """How many values (0 or more) lie in each of about `bins` equal ranges from 0 on. Returns: an <svg> element."""
+    height, top = 200, 34
+    base, right = top + height, WIDTH - _RIGHT
+    parts = [f'<text class="label" x="{_LEFT}" y="15">{escape(y_label)}</text>']
+    if not len(values):
+        return _svg(base + _BOTTOM, f"{y_label} by {x_label}", [*parts, _nothing(top + height / 2)])
+    edges = ticks(0, float(values.max()), bins)
+    step, reach = edges[1], edges[-1]
+    places = np.minimum(values / step, len(edges) - 2).astype(np.intp)
+    counts = np.bincount(places, minlength=len(edges) - 1).tolist()
+    marks = ticks(0, max(counts), 4)
+    for mark in marks:
+        y = base - mark / marks[-1] * height
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(mark)}</text>')
+    slot = (right - _LEFT) / len(counts)
+    for place, count in enumerate(counts):
+        tall = count / marks[-1] * height
+        tip = _title(f"{number(place * step)} to {number((place + 1) * step)} {x_label}: {count:,}")
+        box = f'x="{_LEFT + place * slot + 0.5:.1f}" y="{base - tall:.1f}" width="{slot - 1:.1f}" height="{tall:.1f}"'
+        parts.append(f'<rect class="bar {style}" {box}>{tip}</rect>')
+    for mark in [mark for mark in ticks(0, reach, 5) if mark <= reach]:
+        x = _LEFT + mark / reach * (right - _LEFT)
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 15}" text-anchor="middle">{number(mark)}</text>')
+    parts.append(f'<text class="tick" x="{right}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
+    return _svg(base + _BOTTOM, f"{y_label} by {x_label}", parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bar of two parts, such as supervised and other tokens of a source."""
+
+    name: str
+    first: float
+    second: float
+
+
+def row_chart(rows: Sequence[Row], names: tuple[str, str], styles: tuple[str, str], x_label: str) -> str:
+    """Horizontal bars, each of two parts, its name above it, and a legend. Returns: an <svg> element."""
+    top, step, right = 30, 34, WIDTH - _RIGHT
+    parts, x = [], 4.0
+    for name, style in zip(names, styles, strict=True):
+        parts.append(f'<rect class="bar {style}" x="{x}" y="6" width="10" height="10"/>')
+        parts.append(f'<text class="label" x="{x + 15}" y="15">{escape(name)}</text>')
+        x += 32 + 6.3 * len(name)
+    reach = max((row.first + row.second for row in rows), default=0) or 1
+    for place, row in enumerate(rows):
+        y, x = top + place * step, 4.0
+        total = row.first + row.second
+        shown = row.name if len(row.name) <= 40 else f"{row.name[:38]}…"
+        parts.append(f'<text class="tick" x="4" y="{y + 11}">{escape(shown)}</text>')
+        parts.append(f'<text class="value" x="{right}" y="{y + 11}" text-anchor="end">{total:,.0f}</text>')
+        for value, name, style in zip((row.first, row.second), names, styles, strict=True):
+            width = value / reach * (right - 4)
+            tip = _title(f"{row.name}: {value:,.0f} {name}")
+            parts.append(
+                f'<rect class="bar {style}" x="{x:.1f}" y="{y + 15}" width="{width:.1f}" height="12">{tip}</rect>'
+            )
+            x += width
+    height = top + max(len(rows), 1) * step + 18
+    if not rows:
+        parts.append(_nothing(height / 2))
+    parts.append(f'<text class="tick" x="{right}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>')
+    return _svg(height, f"{names[0]} and {names[1]} by source", parts)

@@ -13,6 +13,7 @@ from eyas.drafter.vocab import coverage
 from eyas.errors import StoreError
 from eyas.recipe import dump_recipe
 from eyas.record import Record, load_record
+from eyas.report.data import DataFacts, data_facts
 from eyas.run import Run
 from eyas.stages import last_error, stages_of
 from eyas.store.reader import StoreReader
@@ -52,6 +53,7 @@ class Facts:
     Attributes:
         records: finished stages in order; None where a stage isn't finished.
         tokens: tokens/manifest.json.
+        data: figures and samples of tokens/; None where the set is not whole.
         evaluation: eval.json.
         steps: lines of logs/train.jsonl with a loss.
         heldout: its held-out measurements, each with its step.
@@ -63,6 +65,7 @@ class Facts:
     run: Run
     records: dict[str, Record | None]
     tokens: Json | None
+    data: DataFacts | None
     store: StoreFacts | None
     store_fault: str
     vocabulary: Vocabulary | None
@@ -118,6 +121,7 @@ def gather(run: Run) -> Facts:
         run=run,
         records=records,
         tokens=_read_json(run.tokens_dir / "manifest.json"),
+        data=data_facts(run),
         store=store,
         store_fault=fault,
         vocabulary=_vocabulary(run, reader),

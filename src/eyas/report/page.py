@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from eyas import __version__, fs
 from eyas.errors import RecipeError
 from eyas.progress import duration, size
-from eyas.report.charts import Bars, Panel, bar_chart, line_chart, thin
+from eyas.report.charts import Bars, Panel, Row, bar_chart, histogram, line_chart, row_chart, thin
 from eyas.report.facts import Facts, gather
 from eyas.run import Run
 
 # More points than pixels only make the page heavy.
 _MOST_POINTS = 160
+_MOST_ROWS = 16
 
 
 def write_report(run: Run) -> Path:
@@ -57,6 +59,8 @@ def render(facts: Facts) -> str:
         measured=measurements(facts),
         training_chart=training_chart(facts),
         acceptance_chart=acceptance_chart(facts),
+        length_chart=length_chart(facts),
+        source_chart=source_chart(facts),
         commands=commands(facts),
         evaluation_text=json.dumps(facts.evaluation, indent=1),
     )
@@ -101,6 +105,22 @@ def acceptance_chart(facts: Facts) -> str:
         if shares:
             series.append(Bars(name, shares, style))
     return bar_chart(series, "draft position")
+
+
+def length_chart(facts: Facts) -> str:
+    """How many samples have which length."""
+    lengths = facts.data.lengths if facts.data else np.zeros(0, dtype=np.int64)
+    return histogram(lengths, "tokens of a sample", "samples", "s1")
+
+
+def source_chart(facts: Facts) -> str:
+    """Tokens of each source, the largest first, the supervised part apart."""
+    sources = (facts.tokens or {}).get("by_source", {})
+    rows = [
+        Row(name, source["supervised_tokens"], source["tokens"] - source["supervised_tokens"])
+        for name, source in sorted(sources.items(), key=lambda item: -item[1]["tokens"])
+    ]
+    return row_chart(rows[:_MOST_ROWS], ("supervised", "context"), ("s1", "s0"), "tokens")
 
 
 def commands(facts: Facts) -> list[str]:
