@@ -79,7 +79,7 @@ def execute(run: Run) -> Result:
     account = Account([source_name(source) for source in data.sources])
     spill_dir = run.dir / f"{fs.PARTIAL_PREFIX}spill"
     with (
-        Spill(spill_dir, _source_bytes(files), data.seed) as spill,
+        Spill(spill_dir, _text_bytes(files), data.seed) as spill,
         NearDuplicates(spill_dir / "signatures", data.near_duplicates) as near,
         TokensWriter(run.tokens_dir) as writer,
     ):
@@ -204,6 +204,12 @@ def _warn(account: Account, writer: TokensWriter) -> None:
 def source_name(source: Source) -> str:
     """A source's name in counts: its own, its preset's or its file's."""
     return source.name or source.preset or Path(source.path).name
+
+
+def _text_bytes(files: list[SourceFile]) -> int:
+    """About how much text there is: compressed files hold four times their size."""
+    plain = (".jsonl", ".json", ".txt", ".arrow")
+    return sum(path.stat().st_size * (1 if path.suffix in plain else 4) for _, path in files)
 
 
 def _source_bytes(files: list[SourceFile]) -> int:

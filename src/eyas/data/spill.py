@@ -19,9 +19,10 @@ from eyas.data.make import Draft
 from eyas.data.tokens import LossMask, TokenIds
 
 SPLITS = ("", "train", "heldout")
-_FLUSH_TOKENS = 128 << 10
-_BUCKET_BYTES = 96 << 20
-_MAX_BUCKETS = 256
+# 512 buckets that wait to be flushed hold 170 MB; a bucket of 24 MB of text takes some 60 MB when it is read.
+_FLUSH_TOKENS = 64 << 10
+_BUCKET_BYTES = 24 << 20
+_MAX_BUCKETS = 512
 _LIGHT = {
     "key": pa.uint64(),
     "id_high": pa.uint64(),
