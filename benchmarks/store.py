@@ -1,6 +1,6 @@
 """The store against the disk and against the peers' layouts.
 
-    python benchmarks/store.py [--folder DIR] [--gib 2] [--repeats 3]
+    python benchmarks/store.py [--folder DIR] [--gib 2] [--repeats 5]
 
 Write and read: a store of bf16 states, checksums and value checks on, beside plain write() and read() of the same bytes
 with the same fsyncs, in turns, medians over the repeats. Reads are cold: the page cache is dropped before each.
@@ -245,7 +245,7 @@ def main() -> None:
         "--folder", type=Path, default=None, help="where to write; default: the system's temporary folder"
     )
     parser.add_argument("--gib", type=float, default=2.0, help="size of each store for speed, GiB")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 7168])
     parser.add_argument("--skip-sizes", action="store_true", help="speed only")
     arguments = parser.parse_args()

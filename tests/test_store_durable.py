@@ -11,7 +11,7 @@ from eyas import fs
 from eyas.errors import EyasError
 from eyas.store.format import MANIFEST
 from eyas.store.reader import StoreReader
-from eyas.store.verify import verify_store
+from eyas.store.verify import Report, repair_store, verify_store
 from eyas.store.writer import StoreWriter
 
 torch.set_num_threads(1)
@@ -19,13 +19,16 @@ SAMPLES = make_samples(5, longest=9)
 STORE = make_manifest(shard_bytes=600)
 
 
-def write_pending(url: str, most_shards: int, recorder: RecordingOs | None = None) -> None:
+def write_pending(url: str, most_shards: int, recorder: RecordingOs | None = None, reject: bool = False) -> None:
     by_id: dict[str, Sample] = {sample.id: sample for sample in SAMPLES}
     writer = StoreWriter.open(url, STORE, [sample.entry for sample in SAMPLES])
     done: list[str] = [] if recorder is None else list(recorder.log[-1].reported or []) if recorder.log else []
     for ids in writer.pending()[:most_shards]:
         for name in ids:
-            write_rows(writer, by_id[name], 0, len(by_id[name].token_ids))
+            if reject:
+                writer.reject(name, "NaN")
+            else:
+                write_rows(writer, by_id[name], 0, len(by_id[name].token_ids))
         done += ids
         if recorder is not None:
             recorder.report(list(done))
@@ -36,12 +39,19 @@ def write_pending(url: str, most_shards: int, recorder: RecordingOs | None = Non
 
 @pytest.fixture(scope="module")
 def log() -> list[Event]:
-    """All that two processes do on a disk: the first makes a store and commits two shards, the second the rest."""
+    """All that four processes do on a disk: make a store and commit two shards; the rest; drop one; make it anew.
+
+    The dropped shard comes back with other bytes (its samples are rejected), as a GPU would give them.
+    """
     with scratch_folder() as folder, pytest.MonkeyPatch.context() as patch:
         recorder = RecordingOs(folder)
         patch.setattr(fs, "os", recorder)
         write_pending(str(folder / "runs" / "store"), 2, recorder)
         write_pending(str(folder / "runs" / "store"), 99, recorder)
+        first = [ref.sample_id for ref in StoreReader(str(folder / "runs" / "store")).samples() if ref.shard == 0]
+        recorder.report([name for name in recorder.log[-1].reported if name not in first])
+        repair_store(str(folder / "runs" / "store"), Report(bad_shards=[0]))
+        write_pending(str(folder / "runs" / "store"), 99, recorder, reject=True)
         assert verify_store(str(folder / "runs" / "store")).pending == 0
     return recorder.log
 
@@ -97,6 +107,6 @@ def test_every_fsync_is_needed(log: list[Event]) -> None:
 
 def test_the_recorder_notes_what_the_writer_does(log: list[Event]) -> None:
     kinds = {event.kind for event in log}
-    assert kinds == {"write", "fsync", "fsync_folder", "name", "mkdir", "reported"}
+    assert kinds == {"write", "fsync", "fsync_folder", "name", "unlink", "mkdir", "reported"}
     shards = [event.name for event in log if event.kind == "name" and Path(event.name).suffix == ".safetensors"]
     assert shards[:2] == [".partial-000000.safetensors", "000000.safetensors"]

@@ -8,6 +8,7 @@ in `local`.
 import fcntl
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from eyas import fs
@@ -88,6 +89,13 @@ class Files:
 
     def remove(self, name: str) -> None:
         fs.remove(self.root / name)
+
+    def drop(self, shards: Iterable[str]) -> None:
+        """Remove shards for good: none may come back after a power cut and meet the index part of its successor."""
+        for name in shards:
+            self.remove(name)
+        if not self.remote:
+            fs.fsync_folder(self.root / SHARDS)
 
     def stage(self, name: str) -> Path:
         """Where the shard `name` is built, on a local disk."""

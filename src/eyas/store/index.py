@@ -45,8 +45,8 @@ def load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> pa.Table
     return _load(files, manifest, sizes)[0]
 
 
-def _load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[pa.Table, bool]:
-    """The rows, and whether index.parquet has just them."""
+def _load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[pa.Table, int, int]:
+    """The rows; of how many shards index.parquet lacks the rows; and of how many it has rows that count no more."""
     committed = committed_shards(sizes)
     layout = schema(manifest)
     folded = parse_table(files.read(INDEX), files.name(INDEX), layout) if INDEX in sizes else layout.empty_table()
@@ -54,7 +54,7 @@ def _load(files: Files, manifest: Manifest, sizes: Mapping[str, int]) -> tuple[p
     parts = [part_name(shard) for shard in sorted(committed - known) if part_name(shard) in sizes]
     rows = pa.concat_tables([folded, *(parse_table(files.read(name), files.name(name), layout) for name in parts)])
     del folded
-    return only(rows, committed), not (parts or known - committed)
+    return only(rows, committed), len(parts), len(known - committed)
 
 
 def committed_shards(sizes: Iterable[str]) -> set[int]:
@@ -63,9 +63,11 @@ def committed_shards(sizes: Iterable[str]) -> set[int]:
 
 def fold(files: Files, manifest: Manifest) -> pa.Table:
     """Write index.parquet anew where it hasn't just the rows that `load` finds; returns them."""
-    rows, current = _load(files, manifest, files.sizes())
-    if not current:
-        files.write(INDEX, table_bytes(rows), durable=False)  # the parts have it all
+    rows, lacking, stale = _load(files, manifest, files.sizes())
+    if lacking or stale:
+        # The parts have it all, so an old index may come back after a power cut; but not with rows of a shard that is
+        # made anew, whose bytes may be others.
+        files.write(INDEX, table_bytes(rows), durable=stale > 0)
     return rows
 
 
@@ -76,7 +78,7 @@ def write(files: Files, manifest: Manifest, rows: pa.Table) -> None:
         raw = table_bytes(rows.filter(pc.equal(rows["shard"], shard)).combine_chunks())
         if part_name(shard) not in sizes or files.read(part_name(shard)) != raw:
             files.write(part_name(shard), raw)
-    files.write(INDEX, table_bytes(rows), durable=False)
+    files.write(INDEX, table_bytes(rows))
 
 
 def digest(manifest: Manifest, rows: pa.Table) -> str:

@@ -130,11 +130,9 @@ def repair_store(url: str, report: Report) -> None:
     try:
         manifest = parse_manifest(files.read(MANIFEST), files.name(MANIFEST))
         rows = _index(files, manifest, files.sizes(), [], set())
-        for shard in report.bad_shards:
-            files.remove(shard_name(shard))
-            files.remove(part_name(shard))
-        kept = index.only(rows, index.committed_shards(files.sizes()))
-        index.write(files, manifest, kept)
+        # The index first: a shard that comes back after a power cut has its own part, but stale rows would outlive it.
+        index.write(files, manifest, index.only(rows, index.committed_shards(files.sizes()) - set(report.bad_shards)))
+        files.drop(shard_name(shard) for shard in report.bad_shards)
     finally:
         files.unlock()
 
