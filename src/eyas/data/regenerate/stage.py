@@ -93,7 +93,7 @@ class _Work:
     """The conversations of one run and what became of them.
 
     Attributes:
-        failed: conversations given up in this process, with their source; a later call asks them again.
+        failed: conversations given up in this process; the journal lacks them, so a call that resumes asks them again.
         tokens: written by this process.
     """
 
