@@ -255,6 +255,7 @@ def test_rows_that_are_not_planned(tmp_path: Path) -> None:
             ("final states", (sample, 0, aux, final[:-1])),
             ("positions 1 to", (sample, 1, aux, final)),
             ("another digest", (other_ids, 0, aux, final)),
+            ("another digest", (other_ids, 1, aux[1:], final[int(sample.loss_mask[0]) :])),
         ]:
             with pytest.raises(StoreError, match=message):
                 writer.write(*arguments)

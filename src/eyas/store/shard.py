@@ -136,18 +136,19 @@ class OpenShard:
             self.errors[row] = opened.error
             del self.samples[row]
 
-    def reject(self, row: int, reason: str) -> None:
-        """Mark a sample as rejected and zero its bytes; also one that is complete already."""
+    def reject(self, row: int, reason: str) -> bool:
+        """Mark a sample as rejected and zero its bytes, also one that is complete; False where the commit has begun."""
         with self.lock:
             opened = self.samples.get(row)
             if opened is None:
-                self._reject(row, reason, touched=row in self.checksums)
-                return
+                return self._reject(row, reason, touched=row in self.checksums)
         with opened.lock, self.lock:  # in this order everywhere
             self.samples.pop(row, None)
-            self._reject(row, reason, touched=True)
+            return self._reject(row, reason, touched=True)
 
-    def _reject(self, row: int, reason: str, touched: bool) -> None:
+    def _reject(self, row: int, reason: str, touched: bool) -> bool:
+        if self.taken:
+            return False
         checksums = {}
         for name, tensor in self.tensors.items():
             rows = self.plan.supervised[row] if tensor.supervised else self.plan.tokens[row]
@@ -161,6 +162,7 @@ class OpenShard:
             checksums[name] = state.digest()
         self.checksums[row], self.rejected[row] = checksums, reason
         self.errors.pop(row, None)
+        return True
 
     def index_rows(self) -> pa.Table:
         """This shard's part of the index."""

@@ -151,8 +151,7 @@ class StoreWriter:
             raise StoreError(f"reject({sample_id!r}, {reason!r})", expected="a sample of the plan, and a reason")
         with self._telling_full_disk():
             shard = self._shard(row)
-            if shard is not None:
-                shard.reject(row, reason)
+            if shard is not None and shard.reject(row, reason):
                 self._rejected.add(sample_id)
                 self._commit_if_whole(shard)
             elif sample_id not in self._rejected:
@@ -196,7 +195,7 @@ class StoreWriter:
                 f"final states {tuple(final.values.shape)}",
                 expected=f"{planned[0]} and {planned[1]}: a row for each token, a final one for each supervised token",
             )
-        if start == 0 and sample_id(sample.token_ids, mask) != sample.id:
+        if sample_id(sample.token_ids, mask) != sample.id:
             raise StoreError(f"sample {sample.id}: its token ids and mask have another digest", expected="id = digest")
         return row
 
