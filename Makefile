@@ -6,7 +6,6 @@
 #   make engine-vllm              vLLM for CPU in an environment of its own, outside the clone (610 MB downloaded, once)
 #   make test-engines             tests against that vLLM, on the demo's target
 #   make test-lossless            speculation changes no token on all 64 held-out prompts (needs the demo's run, makes it)
-#   make test-engines             tests against a real vLLM on the CPU, in a cached environment of its own
 #   make test-gpu                 tests that need CUDA
 #   make crash KILLS=1000         kill the store's writer that often, resume, compare
 #

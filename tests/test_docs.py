@@ -84,7 +84,7 @@ def run_page(markdown: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(_SECONDS_A_PAGE + 30)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, demo_target: Path) -> None:
     ran = run_page(page.read_text(encoding="utf-8"), tmp_path)
     assert ran.returncode == 0, f"{page}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
 

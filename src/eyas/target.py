@@ -201,7 +201,7 @@ class Target:
             raise TargetError(
                 f"{self.path}: its tokenizer can't be loaded: {error}",
                 expected="tokenizer.json (or what tokenizer_config.json names) in the target's folder",
-                next="copy the tokenizer's files into the folder, or set target.trust_remote_code = true if you trust its code",
+                next="copy the tokenizer's files there, or set target.trust_remote_code = true if you trust its code",
             ) from None
 
 
@@ -223,7 +223,7 @@ def load_target(table: TargetTable) -> Target:
         raise TargetError(
             f"{folder}: model_type {target.model_type!r} ({target.architecture}) is not supported",
             expected=f"one of {', '.join(SUPPORTED_MODEL_TYPES)}",
-            cause="an encoder, a model whose head scales its input, or one whose states were never compared with the engines'",
+            cause="an encoder, a head that scales its input, or states that were never compared with the engines'",
         )
     missing = [key for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key not in target.text_config]
     if missing:

@@ -6,6 +6,7 @@ from eyas.cli import (
     convert,  # noqa: F401, I001  adds `import` and `export` to store.app
     export,
     init,
+    plan,
     prepare,
     regenerate,
     report,
@@ -18,6 +19,7 @@ from eyas.cli import (
 
 def register(app: typer.Typer) -> None:
     app.command()(init.init)
+    app.command()(plan.plan)
     app.command()(run.run)
     app.command()(regenerate.regenerate)
     app.command()(prepare.prepare)

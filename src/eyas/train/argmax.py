@@ -47,10 +47,17 @@ def load_or_make(path: Path, reader: StoreReader, head: TargetHead, logs_dir: Pa
             final = reader.read(sample_id).final_hidden_states
             for first in range(0, len(final), _ROWS):
                 rows = final[first : first + _ROWS].to(head.lm_head.device, head.lm_head.dtype)
-                flat[low + first : low + first + len(rows)] = (rows @ head.lm_head.T).argmax(-1).cpu()
+                flat[low + first : low + first + len(rows)] = _argmax(rows @ head.lm_head.T)
             progress.advance(high - low)
     partial = path.with_name(f"{fs.PARTIAL_PREFIX}{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({"argmax": flat}, partial, metadata={"store": reader.digest})
     fs.commit_file(partial, path)
     return TargetArgmax(flat, offsets)
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Index of the largest logit of each row, on the CPU. numpy's is vectorised there, torch's is not (0.15 G/s)."""
+    if logits.is_cuda:
+        return logits.argmax(-1).cpu()
+    return torch.from_numpy(logits.numpy().argmax(-1))
