@@ -14,7 +14,7 @@ CHATML = (
 
 
 def make_tiny_tokenizer(folder: Path, template: str = CHATML) -> None:
-    """A byte tokenizer (ids 3..) with ChatML's special tokens, vocabulary of 259, saved as a Transformers folder has it."""
+    """A byte tokenizer (ids 3..) with ChatML's special tokens, vocabulary of 259, as a Transformers folder has it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2} | {char: 3 + i for i, char in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
