@@ -17,9 +17,10 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 KILLS ?= 1000
-# Threads of torch that wait give their core away instead of spinning: the same speed on an idle machine (1,160 tokens/s
-# of capture here), twice to five times as fast where other processes want the cores too.
-export OMP_WAIT_POLICY ?= PASSIVE
+# How long torch's waiting threads spin before they give their core away (libgomp). Training steps of the demo on two
+# cores, tokens/s idle and beside a busy process: unset 2,100 and 670; 1000: 1,970 and 1,090; OMP_WAIT_POLICY=PASSIVE
+# 1,690 and 1,240.
+export GOMP_SPINCOUNT ?= 1000
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
