@@ -160,9 +160,10 @@ def test_kill_9_in_training_then_run_again_gives_the_same_drafter(captured: Path
     run_stage(straight, "train")
     killed = copy_of(captured, tmp_path / "killed", "train.epochs=20")
     for checkpoint in (8, 24):
-        process = subprocess.Popen(
-            command(killed, tmp_path / "killed", "train.epochs=20"), stderr=subprocess.PIPE, text=True
-        )
+        # Equal bits need equal threads: sums are split among them.
+        threads = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        words = command(killed, tmp_path / "killed", "train.epochs=20")
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=threads)
         wait_for(
             lambda least=checkpoint: (found := latest(killed.train_dir)) is not None and int(found.name[5:]) >= least,
             process,

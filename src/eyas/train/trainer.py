@@ -1,7 +1,7 @@
 """The training loop, survivable at every step.
 
 One loop for every device. Order of samples, packs and learning rate follow from the recipe and the store alone, so a
-resumed run goes on exactly where its checkpoint stands, bit for bit on the CPU.
+resumed run goes on exactly where its checkpoint stands, bit for bit on the CPU with the same number of threads.
 """
 
 import math
