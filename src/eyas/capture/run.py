@@ -4,6 +4,7 @@ Shards are captured one after another, so that they are committed one after anot
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -89,14 +90,7 @@ def _manifest(run: Run, target: Target, tokens: Tokens) -> Manifest:
             next=run.command("run", "--redo", "prepare"),
         )
     return Manifest(
-        target=TargetInfo(
-            path=str(target.path),
-            architecture=target.architecture,
-            model_digest=target.model_digest,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_layers=target.num_layers,
-        ),
+        target=TargetInfo.of(target),
         tokenizer_digest=made_with,
         template_digest=tokens.manifest["template_digest"],
         tokens_digest=tokens.manifest["digest"],
@@ -112,9 +106,10 @@ def _manifest(run: Run, target: Target, tokens: Tokens) -> Manifest:
     )
 
 
-def _entries(tokens: Tokens) -> list[PlanEntry]:
-    columns = tokens.table(["sample_id", "source", "split", "tokens", "supervised"]).to_pydict()
-    return [PlanEntry(*values) for values in zip(*columns.values(), strict=True)]
+def _entries(tokens: Tokens) -> Iterator[PlanEntry]:
+    """All samples, some at a time: a million at once as Python objects would take a gigabyte."""
+    for batch in tokens.table(["sample_id", "source", "split", "tokens", "supervised"]).to_batches(65536):
+        yield from (PlanEntry(*values) for values in zip(*batch.to_pydict().values(), strict=True))
 
 
 def _capture(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop) -> float:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas import fs
 from eyas.errors import CorruptStore, StoreError
+from eyas.target import Target
 
 FORMAT = "eyas-store"
 FORMAT_VERSION = 1
@@ -46,6 +47,18 @@ class TargetInfo(_Part):
     hidden_size: int = Field(ge=1)
     vocab_size: int = Field(ge=1)
     num_layers: int = Field(ge=1)
+
+    @classmethod
+    def of(cls, target: Target) -> "TargetInfo":
+        """What a store keeps of the target that it is captured from."""
+        return cls(
+            path=str(target.path),
+            architecture=target.architecture,
+            model_digest=target.model_digest,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_layers=target.num_layers,
+        )
 
 
 class EngineInfo(_Part):

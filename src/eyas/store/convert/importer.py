@@ -263,14 +263,7 @@ def _manifest(
     told: Conventions, target: Target, report: ImportReport, entries: list[PlanEntry], options: ImportOptions
 ) -> Manifest:
     return Manifest(
-        target=TargetInfo(
-            path=str(target.path),
-            architecture=target.architecture,
-            model_digest=target.model_digest,
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_layers=target.num_layers,
-        ),
+        target=TargetInfo.of(target),
         tokenizer_digest=target.tokenizer_digest,
         template_digest="",  # as for samples that come as token ids: the template is not known
         tokens_digest=fs.digest(*(entry.sample_id for entry in entries)),
