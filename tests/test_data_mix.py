@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 from helpers_data import exchange, make_run, write_lines
+from helpers_tiny import make_tiny_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_prepare import many, prepared, rejected_lines
@@ -264,3 +265,15 @@ def test_sources_need_a_place_and_weights_need_each_other():
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             Recipe.model_validate({"target": {"path": "t"}, "data": {"sources": sources}})
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    make_tiny_target(target, layers=6, vocab=200)  # its tokenizer has 259 tokens
+    source = write_lines(tmp_path / "a.jsonl", [exchange("hi", "hello")])
+    run = make_run(tmp_path, target, [source])
+    with pytest.raises(DataError, match="the tokenizer has 259 tokens, the model 200") as error:
+        prepare.execute(run)
+    assert "own tokenizer files" in error.value.next
+    assert not run.tokens_dir.exists()
