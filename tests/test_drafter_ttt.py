@@ -181,3 +181,10 @@ def test_replay_counts_exactly_the_drafts_that_equal_the_answer() -> None:
             expected.verifications,
             expected.accepted_at.tolist(),
         )
+
+
+def test_a_pack_that_trains_nothing_is_walked_without_a_verification() -> None:
+    """One supervised token, or none next to another: nothing is drafted from it and nothing breaks."""
+    drafter, samples = make_drafter(), make_samples([[0, 0, 1], [1], [0, 1, 0, 1, 0]])
+    embedding = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    assert [result.verifications for result in replay(drafter, embedding, pack(samples, 3), 3)] == [0, 0, 0]

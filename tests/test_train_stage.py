@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers_capture import make_run, random_samples
 from safetensors.torch import load_file
 
+from eyas.data.tokens import sample_id
 from eyas.errors import Interrupted, RecipeError, TrainError
 from eyas.record import load_record
 from eyas.run import Run
@@ -248,3 +251,16 @@ def test_interrupted_is_no_error_of_the_run(captured: Path, tmp_path: Path) -> N
             run_stage(run, "train")
     assert stopped.value.exit_code == 143
     assert not (run.logs_dir / "last_error.json").exists()
+
+
+def test_samples_that_train_nothing_neither_break_nor_move_anything(tiny_target: Path, tmp_path: Path) -> None:
+    """The longest packs hold one sample each, and those have one supervised token: steps of nothing."""
+    samples = random_samples([20 + i % 5 for i in range(12)])
+    lone = [
+        replace(sample, loss_mask=np.arange(len(sample.token_ids)) == 5) for sample in random_samples([127] * 6, seed=9)
+    ]
+    lone = [replace(sample, id=sample_id(sample.token_ids, sample.loss_mask)) for sample in lone]
+    run = make_run(tmp_path, tiny_target, samples, overrides=SETTINGS)
+    for stage in ("capture", "verify", "train"):
+        run_stage(run, stage)
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values() if tensor.is_floating_point())

@@ -101,7 +101,7 @@ def replay(drafter: Drafter, embedding: Tensor, pack: Pack, drafts: int) -> list
     """Acceptance of each sample of a pack, drafts by argmax (temperature 0), in a chain of `drafts`."""
     hits = np.zeros((len(pack.token_ids), drafts), dtype=bool)
     draft_ids = drafter.draft_ids
-    for k, features in enumerate(unroll(drafter, embedding, pack, drafts)):
+    for k, features in enumerate(unroll(drafter, embedding, pack, drafts) if pack.sequences else ()):
         step = pack.alignment.steps[k]
         rows = torch.from_numpy(step.row).to(features.device)
         at = torch.from_numpy(pack.alignment.rows[step.row]).to(features.device)

@@ -19,7 +19,7 @@ from eyas import fs
 from eyas.drafter.eagle3 import Drafter
 from eyas.errors import TrainError
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def latest(train_dir: Path) -> Path | None:
@@ -63,14 +63,16 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
         raise TrainError(f"{folder}: its weights do not fit this drafter: {error}", next=f"rm -r {folder}") from None
     moments = load_file(folder / "optimizer.safetensors", device=str(device))
     for name, parameter in drafter.named_parameters():
-        entry = {moment: moments[f"{name}.{moment}"] for moment in _MOMENTS}
-        optimizer.state[parameter] = entry | {"step": torch.tensor(float(state["step"]))}
+        if f"{name}.step" in moments:
+            optimizer.state[parameter] = {moment: moments[f"{name}.{moment}"] for moment in _MOMENTS}
     return state
 
 
 def _moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Of all parameters that a step has moved: none before the first step that trained something."""
     return {
         f"{name}.{moment}": optimizer.state[parameter][moment].contiguous()
         for name, parameter in drafter.named_parameters()
+        if parameter in optimizer.state
         for moment in _MOMENTS
     }

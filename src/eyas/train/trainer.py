@@ -161,8 +161,14 @@ class Trainer:
 
     def _step(self, step: int, samples: Iterator[Stored]) -> StepFigures:
         """One optimizer step over its packs."""
-        packs = [self._pack(list(islice(samples, count))) for count in self.schedule.step(step)]
-        sequences = max(1, sum(pack.sequences for pack in packs))
+        taken = [self._pack(list(islice(samples, count))) for count in self.schedule.step(step)]
+        tokens = sum(len(pack.token_ids) for pack in taken)
+        lr = learning_rate(step, self.schedule.steps, self.table)
+        # Samples with fewer than two supervised tokens in a row train nothing; a step of such alone moves nothing.
+        packs = [pack for pack in taken if pack.sequences]
+        if not packs:
+            return StepFigures(0.0, [0.0] * self.table.ttt_steps, [0.0] * self.table.ttt_steps, 0.0, lr, tokens)
+        sequences = sum(pack.sequences for pack in packs)
         losses = []
         for pack in packs:
             losses.append(self._loss(pack))
@@ -176,7 +182,6 @@ class Trainer:
                 cause="states that `verify` did not see, or a learning rate that is too high",
                 next=f"{self.run.command('verify', '--redo')}   # then lower train.lr; earlier checkpoints are kept",
             )
-        lr = learning_rate(step, self.schedule.steps, self.table)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -188,7 +193,7 @@ class Trainer:
             acceptance=(hits / rows.clamp(min=1)).tolist(),
             grad_norm=norm,
             lr=lr,
-            tokens=sum(len(pack.token_ids) for pack in packs),
+            tokens=tokens,
         )
 
     def _pack(self, samples: list[Stored]) -> Pack:
