@@ -10,7 +10,7 @@ from helpers_tiny import make_tiny_target
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from eyas.recipe import Target as TargetTable
+from eyas.settings import Target as TargetTable
 from eyas.store.format import EngineInfo, Manifest, TargetInfo, sample_id
 from eyas.store.writer import StoreWriter
 from eyas.target import Target, load_target

@@ -83,7 +83,7 @@ def write_checkpoint(run: Run, step: int, draft_vocab_size: int = 96, **changes:
 def write_store(run: Run, target_folder: Path, aux_layer_ids: list[int] = AUX_LAYER_IDS) -> None:
     """A small real store: 6 training and 2 held-out samples of 9 tokens, the last 5 supervised, random states."""
     from eyas.data.tokens import Sample, sample_id
-    from eyas.recipe import Target as TargetTable
+    from eyas.settings import Target as TargetTable
     from eyas.store.format import EngineInfo, Manifest, TargetInfo
     from eyas.store.plan import PlanEntry
     from eyas.store.writer import StoreWriter

@@ -353,7 +353,7 @@ def test_padding_is_cut_where_it_is_named(world: tuple[Path, Target, list[Captur
 def test_the_wrong_target_folder_or_place(world: tuple[Path, Target, list[Captured]], tmp_path: Path) -> None:
     from helpers_tiny import make_tiny_target
 
-    from eyas.recipe import Target as TargetTable
+    from eyas.settings import Target as TargetTable
     from eyas.target import load_target
 
     url, target, captured = world

@@ -22,7 +22,8 @@ from eyas.data.near import PERMUTATIONS, NearDuplicates, band_rows, signature
 from eyas.data.presets import PRESETS
 from eyas.data.turns import read_turn
 from eyas.errors import DataError
-from eyas.recipe import Recipe, Source
+from eyas.recipe import Recipe
+from eyas.settings import Source
 
 
 def shingles(ids):

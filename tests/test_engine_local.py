@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from eyas.engine.local import LocalEngine, find_decoder, find_device
 from eyas.errors import EngineError, TargetError
-from eyas.recipe import Engine
-from eyas.recipe import Target as TargetTable
+from eyas.settings import Engine
+from eyas.settings import Target as TargetTable
 from eyas.target import Target, load_target
 
 LENGTHS = (1, 2, 37, 5, 64, 37)

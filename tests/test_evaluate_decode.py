@@ -12,8 +12,8 @@ from eyas.drafter.pack import pack_samples
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
-from eyas.recipe import Drafter as DrafterTable
-from eyas.recipe import Target as TargetTable
+from eyas.settings import Drafter as DrafterTable
+from eyas.settings import Target as TargetTable
 from eyas.target import load_target
 
 PROMPTS = [[1, 40, 41, 42, 43], [1, 50, 60, 70, 80, 90, 100, 110], [1, 7], [1, *range(100, 160, 3)]]

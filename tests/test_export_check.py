@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from eyas.drafter.eagle3 import DrafterConfig
 from eyas.export.check import check_folder, check_vocabulary
 from eyas.export.form import engine_config
-from eyas.recipe import Target as TargetTable
+from eyas.settings import Target as TargetTable
 from eyas.target import Target, load_target
 
 Config, Tensors = dict[str, Any], dict[str, torch.Tensor]

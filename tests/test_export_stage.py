@@ -21,8 +21,8 @@ from eyas.drafter.eagle3 import DrafterConfig
 from eyas.errors import CorruptStore, ExportError, EyasError, VerificationFailed
 from eyas.export import stage
 from eyas.export.form import engine_config
-from eyas.recipe import Target as TargetTable
 from eyas.run import Run
+from eyas.settings import Target as TargetTable
 from eyas.stages import run_stage
 from eyas.target import load_target
 

@@ -16,7 +16,7 @@ from eyas.data.render import render_conversation
 from eyas.data.shapes import guess_shape, read_record
 from eyas.data.tokens import Tokens
 from eyas.errors import DataError, RecipeError
-from eyas.recipe import Regenerate
+from eyas.settings import Regenerate
 from eyas.target import load_target
 
 

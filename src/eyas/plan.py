@@ -12,8 +12,8 @@ from eyas.data.presets import PRESETS
 from eyas.data.read import source_files
 from eyas.data.tokens import MANIFEST
 from eyas.errors import DataError, RecipeError, TargetError
-from eyas.recipe import Source
 from eyas.run import Run
+from eyas.settings import Source
 from eyas.target import load_target
 
 # Share of supervised tokens where prepare has not counted it: between one-answer chats (0.7) and long prompts (0.4).

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from eyas import fs
 from eyas.errors import RecipeError
-from eyas.recipe import Data, Recipe, dump_recipe, load_recipe
+from eyas.recipe import Recipe, dump_recipe, load_recipe
+from eyas.settings import Data
 
 
 @dataclass(frozen=True)

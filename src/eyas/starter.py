@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from eyas.recipe import Recipe, Source, Table
+from eyas.recipe import Recipe
+from eyas.settings import Source, Table
 from eyas.target import Target
 
 _WIDTH = 110

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from eyas import fs
 from eyas.errors import TargetError
-from eyas.recipe import Target as TargetTable
+from eyas.settings import Target as TargetTable
 
 # Decoder-only families whose aux states and lm_head follow the plain contract: residual stream, final norm, lm_head.
 SUPPORTED_MODEL_TYPES = (

@@ -152,7 +152,7 @@ def _ids(option: str, text: str) -> list[int] | None:
 
 
 def _target(folder: Path) -> Target:
-    from eyas.recipe import Target as TargetTable
+    from eyas.settings import Target as TargetTable
     from eyas.target import load_target
 
     return load_target(TargetTable(path=str(folder)))

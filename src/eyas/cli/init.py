@@ -17,7 +17,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a commented starter recipe for a target model; never overwrites a file."""
-    from eyas import fs, recipe
+    from eyas import fs, recipe, settings
     from eyas.engine.find import find_interpreters
     from eyas.starter import starter_recipe
     from eyas.target import load_target
@@ -26,7 +26,7 @@ def init(
         raise RecipeError(f"{out} is there already", expected="a new file", next="choose another with --out FILE")
     folder = Path(target).expanduser()
     target_path = str(folder.resolve()) if folder.is_dir() else target
-    found = load_target(recipe.Target.model_validate({"path": target_path}))
+    found = load_target(settings.Target.model_validate({"path": target_path}))
     data_path = _data_path(data, out)
     fs.write_atomic(out, starter_recipe(found, target_path, data_path, out))
     checked = recipe.load_recipe(out)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from eyas.data.account import LATE_REASONS, Account
 from eyas.data.spill import SPLITS, Light, Spill
 from eyas.data.tokens import Sample, Split, TokensWriter
-from eyas.recipe import Data
+from eyas.settings import Data
 
 _TRAIN, _HELDOUT = SPLITS.index("train"), SPLITS.index("heldout")
 _DUPLICATE, _OVER_BUDGET, _OVER_LIMIT = (

@@ -22,7 +22,7 @@ from eyas.data.shapes import read_record, record_kind
 from eyas.data.template import ChatTemplate
 from eyas.data.tokens import LossMask, TokenIds, sample_id
 from eyas.errors import DataError
-from eyas.recipe import Data
+from eyas.settings import Data
 
 # Turn marks of common families: where they stand in a text without being special tokens, template or data is of another
 # family than the tokenizer.

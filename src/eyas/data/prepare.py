@@ -28,9 +28,9 @@ from eyas.data.template import load_template, tool_style, unprompted_header
 from eyas.data.tokens import TokensWriter
 from eyas.errors import DataError
 from eyas.progress import Progress, say
-from eyas.recipe import Data, Source
 from eyas.record import Inputs
 from eyas.run import Run
+from eyas.settings import Data, Source
 from eyas.stages import Result, remove_tree
 from eyas.target import Target, load_target
 

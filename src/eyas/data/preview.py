@@ -10,7 +10,7 @@ from eyas.data.make import Maker
 from eyas.data.pool import run_jobs
 from eyas.data.prepare import find_files, find_jobs, make_maker, source_name
 from eyas.data.tokens import LossMask, TokenIds
-from eyas.recipe import Data
+from eyas.settings import Data
 from eyas.target import Target
 
 # On a terminal neighbouring tokens take turns between the two.

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eyas.drafter.attention import widen
 from eyas.errors import TrainError
-from eyas.recipe import Drafter as DrafterTable
+from eyas.settings import Drafter as DrafterTable
 from eyas.target import Target
 
 

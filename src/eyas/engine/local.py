@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from eyas.errors import EngineError, TargetError
-from eyas.recipe import Engine as EngineTable
+from eyas.settings import Engine as EngineTable
 from eyas.target import Target
 
 # What a plain checkpoint holds (I64 and BOOL: old buffers). Everything else is a quantised or packed form.

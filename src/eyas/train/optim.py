@@ -5,7 +5,7 @@ import math
 import torch
 
 from eyas.drafter.eagle3 import Drafter
-from eyas.recipe import Train
+from eyas.settings import Train
 
 
 def make_optimizer(drafter: Drafter, table: Train) -> torch.optim.AdamW:

@@ -14,7 +14,7 @@ from eyas.data.records import Conversation, Rejected
 from eyas.data.regenerate.slots import conversation_id, open_conversation
 from eyas.data.shapes import read_record
 from eyas.errors import DataError
-from eyas.recipe import Data, Regenerate
+from eyas.settings import Data, Regenerate
 
 # With data.limit so many held-out conversations are asked, as far as there are so many (prepare wants them too).
 _MIN_HELDOUT = 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.errors import EngineError
-from eyas.recipe import Regenerate
+from eyas.settings import Regenerate
 
 Json = Mapping[str, Any]
 

@@ -1,0 +1,312 @@
+"""Every table of the recipe and its keys. The descriptions are the reference: `eyas init` writes them as comments."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+Preset = Literal[
+    "",
+    "ultrachat-200k",
+    "sharegpt",
+    "open-perfectblend",
+    "magpie",
+    "openthoughts",
+    "tulu-3",
+    "opencodeinstruct",
+    "codealpaca",
+    "gsm8k",
+    "lmsys-chat-1m",
+]
+
+
+class Table(BaseModel):
+    """A table of the recipe: unknown keys are errors, values are never coerced silently."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Target(Table):
+    path: str = Field(
+        description="Folder (or hub name already in the local cache) of the target model, in Transformers' layout."
+    )
+    revision: str = Field("", description="Revision of a hub name; empty for a local folder.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the checkpoint. Off unless you trust it."
+    )
+
+
+class Source(Table):
+    path: str = Field(
+        "",
+        description="File, folder or glob of records: .jsonl, .json, .txt (each plain, .gz or .zst), .parquet or "
+        ".arrow; relative to the recipe file. Needed unless `preset` is set.",
+    )
+    preset: Preset = Field(
+        "",
+        description="A known data set, fetched from the hub unless `path` says where it lies: ultrachat-200k, "
+        "sharegpt, open-perfectblend, magpie, openthoughts, tulu-3, opencodeinstruct, codealpaca, gsm8k, "
+        "lmsys-chat-1m.",
+    )
+    revision: str = Field("", description="Revision of the preset's repository; empty: the local cache's, or main.")
+    name: str = Field("", description="Name in counts and reports; default: the file's name.")
+    format: Literal["auto", "messages", "conversations", "tokens", "pair", "text", "tree", "moss", "prompts"] = Field(
+        "auto",
+        description="Record form: `messages`, `conversations` (turns in any role naming), `tokens` (input_ids + "
+        "loss_mask, or prompt_ids + response_ids), `pair` (instruction/output, prompt/response, question/answer...), "
+        "`text` (turns in one preformatted text), `tree` (nested replies), `moss`, `prompts` (no answers yet); `auto` "
+        "goes by the keys and says what it took.",
+    )
+    split: Literal["auto", "train", "heldout"] = Field(
+        "auto",
+        description="Split of its samples; `auto`: the record's own `split` key, else data.heldout_fraction decides.",
+    )
+    weight: float = Field(
+        0.0,
+        ge=0,
+        description="Share of this source in the mix's tokens, relative to the other sources' weights; 0 in all: no "
+        "weighting.",
+    )
+    budget_tokens: int = Field(0, ge=0, description="Most tokens taken from this source; 0: all.")
+
+    @model_validator(mode="after")
+    def _from_somewhere(self) -> "Source":
+        if not self.path and not self.preset:
+            raise ValueError("a source needs `path` or `preset`")
+        return self
+
+
+class Data(Table):
+    sources: list[Source] = Field(
+        min_length=1, description="Where conversations come from, one [[data.sources]] table each."
+    )
+    max_tokens: int = Field(4096, ge=8, description="Longest sample, tokens.")
+    too_long: Literal["truncate", "reject"] = Field("truncate", description="What happens to a longer one.")
+    min_supervised_tokens: int = Field(
+        1, ge=1, description="Samples with fewer supervised tokens are rejected, tokens."
+    )
+    mend: bool = Field(
+        True,
+        description="Mend conversations: drop empty turns, join user turns in a row, drop turns after the last answer. "
+        "false rejects them.",
+    )
+    drop_pattern: str = Field(
+        "", description="Regular expression: conversations with a turn in which it is found are left out."
+    )
+    languages: list[str] = Field(
+        default_factory=list,
+        description="Languages kept, as ISO 639-1 codes such as en and zh, by the conversation's text; empty: all. "
+        "Needs `pip install eyas[language]`.",
+    )
+    near_duplicates: Fraction = Field(
+        0.0,
+        description="Records that share at least this part of their 5-grams of tokens with an earlier one are left "
+        "out, across sources (0.8 is usual); 0: only equal ones are.",
+    )
+    evaluation_prompts: list[str] = Field(
+        default_factory=list,
+        description="Files of prompts that training must not see: records that hold one are left out, except held-out "
+        "ones. Relative to the recipe file.",
+    )
+    heldout_fraction: Fraction = Field(
+        0.02, description="Share of conversations kept out of training where no split is given."
+    )
+    template: str = Field(
+        "", description="Jinja file with a chat template; default: the tokenizer's own. Relative to the recipe file."
+    )
+    template_args: dict[str, Any] = Field(
+        default_factory=dict, description="Extra arguments for the chat template, such as enable_thinking."
+    )
+    seed: int = Field(0, description="Seed of the shuffle and of the held-out split.")
+    limit: int = Field(
+        0, ge=0, description="Most samples taken; 0: all. `--limit 50` sets it and names the run NAME-limit50."
+    )
+    workers: int = Field(0, ge=0, description="Processes that prepare works with; 0: one for each CPU core.")
+
+    @field_validator("drop_pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _all_weights_or_none(self) -> "Data":
+        weights = [source.weight for source in self.sources]
+        if any(weights) and not all(weights):
+            raise ValueError(f"weight must be set for all sources or for none, got {weights}")
+        return self
+
+
+class Regenerate(Table):
+    servers: list[Annotated[str, Field(pattern=r"^https?://")]] = Field(
+        default_factory=list,
+        description="Servers that run the target and write every answer anew, such as http://127.0.0.1:8000; empty: "
+        "answers are taken as the sources have them.",
+    )
+    kind: Literal["openai", "sglang"] = Field(
+        "openai",
+        description="How they are asked: `openai` is /v1/completions with token ids, as vLLM (0.10.2 or later) has it; "
+        "`sglang` is /generate.",
+    )
+    model: str = Field("", description="Name that the servers serve the target under; empty: the first they list.")
+    api_key_env: str = Field("", description="Environment variable that holds the servers' key; empty: none.")
+    in_flight: int = Field(256, ge=1, description="Most requests in flight, all servers together.")
+    temperature: float = Field(
+        1.0, ge=0, description="Sampling temperature of the answers; 1 is the target's own distribution, 0 is greedy."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Share of probability that tokens are sampled from.")
+    top_k: int = Field(0, ge=0, description="Number of tokens that are sampled from; 0: all.")
+    max_new_tokens: int = Field(2048, ge=1, description="Longest answer, tokens; data.max_tokens bounds it too.")
+    seed: int = Field(0, description="Seed of sampling; each answer has its own, made of it.")
+    cut_answers: Literal["keep", "drop"] = Field(
+        "keep",
+        description="An answer that reaches its longest length: `keep` learns from it, without end-of-turn token; "
+        "`drop` leaves it out, with what follows.",
+    )
+    max_conversations: int = Field(0, ge=0, description="Most conversations asked of each source; 0: all.")
+    timeout_s: float = Field(1800.0, gt=0, description="Longest wait for one answer, seconds; more counts as a fault.")
+    patience_s: float = Field(600.0, gt=0, description="How long all servers may be down before it ends, seconds.")
+    attempts: int = Field(5, ge=1, description="How often one answer is asked for on servers that work otherwise.")
+
+
+class Engine(Table):
+    kind: Literal["local", "sglang"] = Field(
+        "local",
+        description="What runs the target: `local` is Transformers in process; `sglang` is a stock SGLang server "
+        "(0.5.11 to 0.5.23) in its own environment, started, watched and stopped by Eyas.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Number type the target runs in.")
+    device: str = Field(
+        "auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`... A server takes `cpu` or `cuda`."
+    )
+    python: str = Field(
+        "", description="Interpreter of the environment that holds the server, such as /opt/sglang/bin/python."
+    )
+    profile: str = Field(
+        "extraction",
+        description="Named set of server flags and environment, or a TOML file of one; `eyas serve profiles` lists "
+        "and explains them.",
+    )
+    args: list[str] = Field(
+        default_factory=list, description='Flags for the server on top of the profile\'s, such as ["--tp-size", "8"].'
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables for the server on top of the profile's."
+    )
+    host: str = Field("127.0.0.1", description="Address the server listens on; others than loopback are reachable.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the server; 0: a free one.")
+    patience_s: float = Field(
+        600.0,
+        gt=0,
+        description="How long one layer of readiness may take, seconds, while the server shows no sign of work; then "
+        "it is diagnosed and given up.",
+    )
+
+
+class Capture(Table):
+    batch_tokens: int = Field(
+        4096, ge=1, description="Most tokens in one forward of the local engine, padding included."
+    )
+    in_flight: int = Field(64, ge=1, description="Requests a server works on at once.")
+    ring_bytes: int = Field(
+        4 << 30, ge=1 << 20, description="Shared memory (/dev/shm) between server and capture, bytes."
+    )
+    spot_check: int = Field(
+        2, ge=0, description="Samples of each shard whose final states are checked against the server's own logprobs."
+    )
+    attempts: int = Field(5, ge=1, description="How often one sample is asked for before it is given up.")
+
+
+class Store(Table):
+    url: str = Field(
+        "", description="Where hidden states go: a folder or fsspec URL; default: store/ in the run's folder."
+    )
+    encoding: Literal["bf16", "fp8"] = Field(
+        "bf16", description="Aux hidden states: bf16, or fp8 (e4m3, one scale per token and layer)."
+    )
+    final_encoding: Literal["bf16", "fp8"] = Field(
+        "bf16", description="Final hidden states: bf16, or fp8 with one scale per token."
+    )
+    shard_bytes: int = Field(1 << 30, ge=1 << 16, description="Aimed size of one shard, bytes.")
+    max_bytes: int = Field(0, ge=0, description="Budget for the whole store, bytes; 0: none.")
+    min_free_bytes: int = Field(
+        2 << 30, ge=0, description="Capture stops before the disk has less than this free, bytes."
+    )
+
+
+class Drafter(Table):
+    aux_layer_ids: list[int] = Field(
+        default_factory=list,
+        description="Three layers whose states feed the drafter: id i = residual stream after i decoder layers "
+        "(0 = embeddings). Empty: [2, n//2, n-3].",
+    )
+    intermediate_size: int = Field(0, ge=0, description="MLP width; 0: the target's.")
+    num_attention_heads: int = Field(0, ge=0, description="Query heads; 0: the target's.")
+    num_key_value_heads: int = Field(0, ge=0, description="Key/value heads; 0: the target's.")
+
+    @model_validator(mode="after")
+    def _three_rising_ids(self) -> "Drafter":
+        ids = self.aux_layer_ids
+        if ids and (len(ids) != 3 or sorted(set(ids)) != ids or ids[0] < 0):
+            raise ValueError(f"aux_layer_ids must be three rising layer ids, got {ids}")
+        return self
+
+
+class Train(Table):
+    draft_vocab_size: int = Field(
+        32000, ge=16, description="Size of the draft vocabulary, tokens; at most the target's."
+    )
+    epochs: float = Field(2.0, gt=0, description="Passes over the training samples.")
+    batch_tokens: int = Field(
+        4096, ge=8, description="Token budget of one packed row; longer samples get a row of their own."
+    )
+    accumulation: int = Field(1, ge=1, description="Packed rows per optimizer step.")
+    ttt_steps: int = Field(
+        7, ge=1, le=16, description="Steps of the training-time test (how many drafts in a row it trains)."
+    )
+    ttt_decay: float = Field(0.8, gt=0, le=1, description="Weight of step k is ttt_decay^k.")
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
+    warmup: Fraction = Field(
+        0.03, description="Share of the steps in which lr rises to its peak; cosine to min_lr_ratio after."
+    )
+    min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of lr.")
+    clip: float = Field(0.5, gt=0, description="Largest norm of the gradient.")
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Number type of matrix products; masters and optimizer are fp32."
+    )
+    compile: bool = Field(
+        False, description="Compile the small kernels on CUDA: 15% faster at 8B, one to two minutes at the start."
+    )
+    device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`...")
+    seed: int = Field(0, description="Seed of initial weights and sample order.")
+    checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    eval_every: int = Field(200, ge=1, description="Steps between measurements on held-out samples.")
+    eval_samples: int = Field(64, ge=1, description="Held-out samples measured while training.")
+
+
+class Evaluate(Table):
+    drafts: int = Field(3, ge=1, le=16, description="Tokens drafted in a row (chain) before each verification.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature of reference decoding; 0 is greedy.")
+    decode_prompts: int = Field(
+        16, ge=0, description="Held-out prompts decoded in process; 0 skips reference decoding."
+    )
+    decode_tokens: int = Field(48, ge=1, description="Tokens decoded for each.")
+    seed: int = Field(0, description="Seed of sampling at temperature > 0.")
+
+
+class Export(Table):
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Number type of the exported weights."
+    )
+    sglang_version: str = Field(
+        "0.5.23", description="SGLang release whose layer-id rule the folder follows (0.5.11 to 0.5.23)."
+    )
