@@ -30,6 +30,10 @@ EVALUATION: dict[str, Any] = {
         "verifications": 2113,
         "samples": 64,
     },
+    "by_source": {
+        "gsm8k": {"acceptance_length": 1.9, "acceptance_per_position": [0.6, 0.25, 0.05], "verifications": 1000},
+        "mt_bench": {"acceptance_length": 1.4333, "acceptance_per_position": [0.3, 0.1, 0.0333], "verifications": 1113},
+    },
     "decode": {
         "acceptance_length": 1.648,
         "acceptance_per_position": [0.41, 0.175, 0.063],
@@ -131,6 +135,8 @@ def test_a_finished_run_shows_all_its_figures(finished: Run) -> None:
         f"{stored / 72:,.0f} bytes per token",
         "1,300 training tokens/s",
         "replay of 64 held-out samples 1.654 42.0%, 17.0%, 6.4% 2,113",
+        "replay, gsm8k 1.900 60.0%, 25.0%, 5.0% 1,000",
+        "replay, mt_bench 1.433 30.0%, 10.0%, 3.3% 1,113",
         "reference decoding of 16 prompts, temperature 0 1.648 41.0%, 17.5%, 6.3% 466",
         "while training, step 400 1.500 40.0%, 10.0%, 5.0% 900",
         "gave the same token ids",

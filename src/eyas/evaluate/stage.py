@@ -1,5 +1,6 @@
 """The evaluate stage: acceptance by replay over all held-out samples, and by reference decoding on some of them."""
 
+from collections import Counter
 from itertools import islice
 from typing import Any
 
@@ -50,9 +51,10 @@ def execute(run: Run) -> Result:
     samples = [reader.read(ref.sample_id) for ref in refs]
     embedding = load_target_head(load_target(run.recipe.target), torch.float32, device).embedding
     drafts = run.recipe.evaluate.drafts
-    replayed = _replay(run, drafter, embedding, samples)
+    replayed, by_source = _replay(run, drafter, embedding, samples)
     result: dict[str, Any] = replayed.as_json() | {"drafts": drafts, "topology": "chain", "temperature": 0.0}
     result["replay"] = replayed.as_json() | {"samples": len(samples)}
+    result["by_source"] = {source: acceptance.as_json() for source, acceptance in sorted(by_source.items())}
     if run.recipe.evaluate.decode_prompts:
         result |= _decode(run, drafter, embedding, samples)
     fs.write_json(run.dir / "eval.json", result)
@@ -61,17 +63,22 @@ def execute(run: Run) -> Result:
     return Result(fs.digest_json({key: result[key] for key in ("replay", "drafts")}), counts)
 
 
-def _replay(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]) -> Acceptance:
-    """The walk over every held-out answer, in fp32."""
+def _replay(
+    run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]
+) -> tuple[Acceptance, dict[str, Acceptance]]:
+    """The walk over every held-out answer, in fp32: over all samples, and over those of each source."""
     drafts = run.recipe.evaluate.drafts
     total, remaining = Acceptance.none(drafts), iter(samples)
+    by_source = {sample.source: Acceptance.none(drafts) for sample in samples}
     with Progress("evaluate (replay)", len(samples), "samples", run.logs_dir) as progress:
         for count in fill_packs([len(sample.token_ids) for sample in samples], _PACK_TOKENS):
-            pack = pack_samples(list(islice(remaining, count)), drafts, torch.float32, embedding.device)
-            for acceptance in replay(drafter, embedding, pack, drafts):
+            chosen = list(islice(remaining, count))
+            pack = pack_samples(chosen, drafts, torch.float32, embedding.device)
+            for sample, acceptance in zip(chosen, replay(drafter, embedding, pack, drafts), strict=True):
                 total.merge(acceptance)
+                by_source[sample.source].merge(acceptance)
             progress.advance(count, f"acceptance length {total.length:.3f}")
-    return total
+    return total, by_source
 
 
 def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]) -> dict[str, Any]:
@@ -83,7 +90,7 @@ def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[S
     session = DrafterSession(drafter, embedding, table.drafts)
     total, same, tokens = Acceptance.none(table.drafts), 0, 0
     wall_s = {"plain": 0.0, "speculative": 0.0}
-    chosen = samples[: table.decode_prompts]
+    chosen = spread(samples, table.decode_prompts)
     with Progress("evaluate (decoding)", len(chosen), "prompts", run.logs_dir) as progress:
         for sample in chosen:
             prompt = prompt_of(sample)
@@ -106,6 +113,17 @@ def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[S
     figures |= {"speedup": round(wall_s["plain"] / wall_s["speculative"], 3), "dtype": "float32"}
     rounded = {name: round(seconds, 2) for name, seconds in wall_s.items()}
     return {"decode": total.as_json() | figures, "wall_s": rounded, "lossless": lossless}
+
+
+def spread(samples: list[StoredSample], count: int) -> list[StoredSample]:
+    """The first `count` samples, taken from the sources in turn."""
+    seen: Counter[str] = Counter()
+    turns: list[int] = []
+    for sample in samples:
+        turns.append(seen[sample.source])
+        seen[sample.source] += 1
+    order = sorted(range(len(samples)), key=lambda at: (turns[at], at))
+    return [samples[at] for at in order[:count]]
 
 
 def prompt_of(sample: StoredSample) -> list[int]:

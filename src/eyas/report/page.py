@@ -77,9 +77,11 @@ def measurements(facts: Facts) -> list[dict[str, Any]]:
     """Each way in which acceptance was measured, with length and share by position."""
     evaluation = facts.evaluation or {}
     last, replay, decode = (facts.heldout or [{}])[-1], evaluation.get("replay") or {}, evaluation.get("decode") or {}
+    by_source = evaluation.get("by_source") or {}
     ways = {
         f"while training, step {last.get('step', 0):,}": last,
         f"replay of {replay.get('samples', 0):,} held-out samples": replay,
+        **{f"replay, {source}": part for source, part in (by_source if len(by_source) > 1 else {}).items()},
         f"reference decoding of {decode.get('prompts', 0):,} prompts, "
         f"temperature {decode.get('temperature', 0):g}": decode,
     }
