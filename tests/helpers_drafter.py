@@ -22,9 +22,9 @@ class Sample:
 
 
 def make_drafter(
-    *, seed: int = 0, vocab: int = 40, draft: int = 24, hidden: int = 16, heads: int = 4, kv: int = 2
+    *, seed: int = 0, vocab: int = 40, draft: int = 24, hidden: int = 16, heads: int = 4, kv: int = 2, **switches: bool
 ) -> Drafter:
-    """A drafter in fp64 with weights large enough that every path matters."""
+    """A drafter in fp64 with weights large enough that every path matters; switches as DrafterConfig has them."""
     config = DrafterConfig(
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -38,6 +38,7 @@ def make_drafter(
         vocab_size=vocab,
         draft_vocab_size=draft,
         aux_layer_ids=[2, 4, 5],
+        **switches,
     )
     drafter = Drafter(config)
     drafter.initialise(seed)
@@ -76,6 +77,19 @@ def naive_feature(drafter: Drafter, embedding: Tensor, sample: Sample, row: int,
     time, no batch, no packing; token and position of every key spelled out."""
     layer, attention = drafter.midlayer, drafter.midlayer.self_attn
     groups = attention.heads // attention.kv_heads
+    switches = drafter.config
+
+    def combine(aux: Tensor) -> Tensor:
+        if switches.norm_before_fc:
+            aux = drafter.input_norm(aux.flatten()).view_as(aux)
+        if switches.fc_norm:
+            aux = torch.stack([norm(layer_states) for norm, layer_states in zip(drafter.fc_norm, aux, strict=True)])
+        return drafter.fc(aux.flatten())
+
+    def finish(feature: Tensor, attended: Tensor) -> Tensor:
+        residual = layer.hidden_norm(feature) if switches.norm_before_residual else feature
+        hidden = residual + attention.o_proj(attended)
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
     def project(feature: Tensor, token: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.cat([layer.input_layernorm(embedding[token][None]), layer.hidden_norm(feature[None])], dim=-1)
@@ -94,16 +108,17 @@ def naive_feature(drafter: Drafter, embedding: Tensor, sample: Sample, row: int,
 
     keys, values = [], []
     for position in range(row + 1):
-        feature = drafter.fc(sample.aux_hidden_states[position].flatten())
+        feature = combine(sample.aux_hidden_states[position])
         q, k, v = project(feature, sample.token_ids[position + 1].long(), position)
         keys.append(k)
         values.append(v)
-    feature = layer.finish(feature[None], attend(q, keys, values)[None])[0]
+    feature = finish(feature, attend(q, keys, values))
     for later in range(1, step + 1):
+        feature = drafter.norm(feature) if switches.norm_output else feature
         q, k, v = project(feature, sample.token_ids[row + 1 + later].long(), row + later)
         keys.append(k)
         values.append(v)
-        feature = layer.finish(feature[None], attend(q, keys, values)[None])[0]
+        feature = finish(feature, attend(q, keys, values))
     return feature
 
 

@@ -249,6 +249,24 @@ class Drafter(Table):
     intermediate_size: int = Field(0, ge=0, description="MLP width; 0: the target's.")
     num_attention_heads: int = Field(0, ge=0, description="Query heads; 0: the target's.")
     num_key_value_heads: int = Field(0, ge=0, description="Key/value heads; 0: the target's.")
+    fc_norm: bool = Field(
+        False,
+        description="Norm each aux layer's states before fc (EAGLE-3.1). SGLang reads it from 0.5.12 on.",
+    )
+    norm_output: bool = Field(
+        False,
+        description="Feed the normed state back as the next feature, not the one before the norm (EAGLE-3.1). SGLang "
+        "reads it from 0.5.12 on.",
+    )
+    norm_before_fc: bool = Field(
+        False,
+        description="One norm over all aux states together before fc (speculators' form). SGLang reads it from 0.5.17.",
+    )
+    norm_before_residual: bool = Field(
+        False,
+        description="The residual starts from the normed feature (speculators' form). No SGLang release reads it, only "
+        'vLLM: export.sglang_version must be "".',
+    )
 
     @model_validator(mode="after")
     def _three_rising_ids(self) -> "Drafter":

@@ -7,6 +7,13 @@ Source: EAGLE-3, arXiv:2503.01840; layout of `LlamaForCausalLMEagle3` as SGLang 
     h = g + o_proj(attention(q, k, v));  g' = h + mlp(post_attention_layernorm(h))
     logits over the draft vocabulary = lm_head(norm(g'));  g' (before the norm) is fed back as the next feature
 
+Four switches change this; names, places and tensors are the engines' (vLLM 0.32.0 and SGLang 0.5.23, llama_eagle3.py):
+
+    fc_norm                EAGLE-3.1: fc reads [fc_norm.i(aux i)], one norm for each aux layer
+    norm_output            EAGLE-3.1: norm(g') is fed back
+    norm_before_fc         fc reads input_norm(aux), one norm over all 3H
+    norm_before_residual   h = hidden_norm(g) + o_proj(...)
+
 Shapes: R rows, H hidden, Hq/Hk query/key-value heads, D head_dim, V target vocabulary, Vd draft vocabulary.
 """
 
@@ -29,6 +36,8 @@ from eyas.errors import TrainError
 from eyas.settings import Drafter as DrafterTable
 from eyas.target import Target
 
+NORM_SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -38,6 +47,7 @@ class DrafterConfig:
         hidden_size: H, equal to the target's (the drafter shares its embedding).
         rope_theta, rope_scaling, max_position_embeddings: the target's, so that long contexts work when served.
         aux_layer_ids: the layers it was trained on; id i = residual stream after i decoder layers.
+        fc_norm, norm_output, norm_before_fc, norm_before_residual: see the module.
     """
 
     hidden_size: int
@@ -52,6 +62,10 @@ class DrafterConfig:
     vocab_size: int
     draft_vocab_size: int
     aux_layer_ids: list[int] = field(default_factory=list)
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
 
     @classmethod
     def for_target(
@@ -72,6 +86,7 @@ class DrafterConfig:
             vocab_size=target.vocab_size,
             draft_vocab_size=min(draft_vocab_size, target.vocab_size),
             aux_layer_ids=list(aux_layer_ids),
+            **{switch: getattr(table, switch) for switch in NORM_SWITCHES},
         )
 
     def rope_config(self) -> LlamaConfig:
@@ -173,10 +188,12 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
+        self.norm_before_residual = config.norm_before_residual
 
     def finish(self, features: Tensor, attended: Tensor) -> Tensor:
-        """Attention output [R, Hq * D] and the residual [R, H] -> the next feature [R, H] (pre-norm)."""
-        hidden = features + self.self_attn.o_proj(attended)
+        """Attention output [R, Hq * D] and the features [R, H] it was made from -> the next ones [R, H] (pre-norm)."""
+        residual = self.hidden_norm(features) if self.norm_before_residual else features
+        hidden = residual + self.self_attn.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -193,7 +210,12 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = Linear(len(config.aux_layer_ids) * config.hidden_size, config.hidden_size)
+        aux_layers = len(config.aux_layer_ids)
+        self.fc = Linear(aux_layers * config.hidden_size, config.hidden_size)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(aux_layers))
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(aux_layers * config.hidden_size, config.rms_norm_eps)
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size)
@@ -230,6 +252,19 @@ class Drafter(nn.Module):
         """Cosines and sines for int64 positions [R], each [R, 1, D], in `like`'s dtype."""
         cos, sin = self.rotary(like, positions[None])
         return cos[0][:, None], sin[0][:, None]
+
+    def combine(self, aux: Tensor) -> Tensor:
+        """The target's aux states [.., 3H], layers side by side -> the features [.., H] of step 0."""
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            layers = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(layer) for norm, layer in zip(self.fc_norm, layers, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def feed_back(self, features: Tensor) -> Tensor:
+        """What the next step takes as features, from this step's pre-norm ones."""
+        return self.norm(features) if self.config.norm_output else features
 
     def logits(self, features: Tensor) -> Tensor:
         """Pre-norm features [R, H] -> logits over the draft vocabulary, fp32 [R, Vd]."""

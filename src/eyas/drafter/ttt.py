@@ -37,7 +37,7 @@ def unroll(drafter: Drafter, embedding: Tensor, pack: Pack, steps: int) -> Itera
     )  # the token that each position's row sees at step 0
 
     embed_query, embed_kv = _embed_half(layer, embedding[pack.token_ids].to(dtype))
-    features = drafter.fc(pack.aux)
+    features = drafter.combine(pack.aux)
     cos, sin = drafter.rope(pack.positions, features)
     keys, values = _key_value(layer, features, cos, sin, embed_kv[after])
     attend: FlashAttention | EagerAttention
@@ -52,6 +52,7 @@ def unroll(drafter: Drafter, embedding: Tensor, pack: Pack, steps: int) -> Itera
     for step in range(steps):
         cos, sin = drafter.rope(positions + step, features)
         if step > 0:
+            features = drafter.feed_back(features)
             key, value = _key_value(layer, features, cos, sin, embed_kv[token_of[step]])
             own_keys.append(key)
             own_values.append(value)

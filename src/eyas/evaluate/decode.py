@@ -84,7 +84,7 @@ class DrafterSession:
     @torch.inference_mode()
     def absorb(self, aux: Tensor, next_tokens: Sequence[int]) -> None:
         """Add accepted positions: the target's aux states [n, 3H] and the token that follows each."""
-        features = self.drafter.fc(aux.to(self.embedding.dtype))
+        features = self.drafter.combine(aux.to(self.embedding.dtype))
         cos, sin = self._rope(len(self.keys), len(next_tokens))
         keys, values, _ = self._project(next_tokens, features, cos, sin)
         self.keys, self.values = torch.cat([self.keys, keys]), torch.cat([self.values, values])
@@ -111,6 +111,7 @@ class DrafterSession:
                 own_values.append(value)
             feature = layer.finish(feature, attend(query, self.keys, self.values, own_keys, own_values, visible))
             logits = self.drafter.logits(feature)[0]
+            feature = self.drafter.feed_back(feature)
             if temperature == 0:
                 draft = int(logits.argmax())
             else:
