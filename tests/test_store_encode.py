@@ -81,9 +81,22 @@ def test_the_error_is_that_of_the_layers() -> None:
     made = encode(states, "fp8")
     rows = slice(None, None, 16)
     off = (decode(made.values, made.scales).float() - states)[rows].norm(dim=(0, 2)) / states[rows].norm(dim=(0, 2))
-    np.testing.assert_allclose((made.error[0] / made.error[1]).sqrt(), off, rtol=1e-5)
+    sums = made.error.double().sum(0)
+    np.testing.assert_allclose((sums[:, 0] / sums[:, 1]).sqrt(), off, rtol=1e-5)
     assert (off > 0.015).all() and (off < 0.035).all()
-    assert not encode(states, "bf16").error.any()
+    assert encode(states, "bf16").error is None
+    every = encode(states, "fp8", every=1).error
+    assert torch.equal(every[rows], made.error[rows]) and (every > 0).all() and not made.error[1:16].any()
+
+
+def test_what_is_encoded_is_a_copy() -> None:
+    """The engine writes its next batch over the states that were given."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for encoding in ("bf16", "fp8"):
+            states = torch.randn(5, 3, 64).to(dtype)
+            made, before = encode(states, encoding), encode(states.clone(), encoding)
+            states.zero_()
+            assert torch.equal(made.values.view(torch.int8), before.values.view(torch.int8))
 
 
 def test_the_store_reports_it(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ class OpenShard:
                     opened.hashes[name].update(raw)
                 opened.hashed = last
         for kind, part in (("aux", aux), ("final", final)):
-            opened.error[kind] = opened.error.get(kind, np.zeros(1)) + part.error.numpy()
+            if part.error is not None:
+                sums = part.error.numpy().sum(0, dtype=np.float64).reshape(-1, 2).T  # [2, layers]
+                opened.error[kind] = opened.error.get(kind, np.zeros(1)) + sums
 
     def settle(self, row: int, opened: OpenSample) -> None:
         """Take the checksums of a complete sample; rows that came out of order are read back for it."""

@@ -14,10 +14,10 @@ FINE, NAN, INF, ZERO = 0, 1, 2, 3
 FAULT_NAMES = {NAN: "NaN", INF: "Inf", ZERO: "only zeros"}
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
-_CPU_ROWS = (
-    1 << 17
-)  # values handled at once on a CPU: temporaries stay in cache (5 to 8 times faster than whole tensors)
-_ERROR_STRIDE = 16  # on a CPU the relative error is measured on every 16th row, on a GPU on all
+# Values handled at once. On a CPU temporaries stay in cache (5 to 8 times faster than whole tensors); on a GPU below
+# 1 GiB: whole tensors would take 5 GB for 8,192 tokens of H = 7168, beside an engine that has taken the rest.
+_CPU_VALUES, _GPU_VALUES = 1 << 17, 1 << 25
+_CPU_ERROR_STRIDE = 16
 
 
 class Encoded(NamedTuple):
@@ -27,28 +27,32 @@ class Encoded(NamedTuple):
         values: bfloat16 or float8_e4m3fn, [..., H], contiguous.
         scales: float32 [...]; None for bf16.
         faults: int8 [...], one of FINE, NAN, INF, ZERO.
-        error: float64 [2, L]: per layer, the sums of squares of (decoded - given) and of given, over the rows
-            measured; L is 3 for aux states [n, 3, H], 1 for final states [n, H]. Zeros for bf16.
+        error: float32 [..., 2]: the sums of squares of (decoded - given) and of given, zeros for rows that were not
+            measured: sums over rows give their relative error. None for bf16.
     """
 
     values: Tensor
     scales: Tensor | None
     faults: Tensor
-    error: Tensor
+    error: Tensor | None
 
 
-def encode(states: Tensor, encoding: str) -> Encoded:
-    """Encode float states [n, 3, H] or [n, H] as `bf16` or `fp8`, on their own device."""
-    layers = states.shape[1] if states.dim() == 3 else 1
+def encode(states: Tensor, encoding: str, every: int = 0) -> Encoded:
+    """Encode float states [n, 3, H] or [n, H] as `bf16` or `fp8`, on their own device, into memory of their own.
+
+    Args:
+        every: the error is measured on every so many-th row; 0: on all rows on a GPU, every 16th on a CPU.
+    On a GPU nothing here waits for it.
+    """
     if encoding == "bf16":
-        values = states.to(torch.bfloat16).contiguous()
-        return Encoded(values, None, row_faults(values), torch.zeros(2, layers, dtype=torch.float64))
+        values = states.to(torch.bfloat16, memory_format=torch.contiguous_format, copy=True)
+        return Encoded(values, None, row_faults(values), None)
     values, scales = _encode_fp8(states)
-    every = 1 if states.is_cuda else _ERROR_STRIDE
-    given = states[::every].float()
-    off = decode(values[::every], scales[::every]).float() - given
-    sums = torch.stack([_sum_squares(off, layers), _sum_squares(given, layers)])
-    return Encoded(values, scales, row_faults(values, scales), sums)
+    error = torch.zeros(*states.shape[:-1], 2, dtype=torch.float32, device=states.device)
+    step = every or (1 if states.is_cuda else _CPU_ERROR_STRIDE)
+    rows = slice(None, None, step)
+    _measure(states[rows], values[rows], scales[rows], error[rows])
+    return Encoded(values, scales, row_faults(values, scales), error)
 
 
 def decode(values: Tensor, scales: Tensor | None) -> Tensor:
@@ -73,16 +77,15 @@ def row_faults(values: Tensor, scales: Tensor | None = None) -> Tensor:
     magnitude = _row_magnitude(values)
     faults = torch.full(magnitude.shape, FINE, dtype=torch.int8, device=values.device)
     if values.dtype == torch.bfloat16:
-        faults[magnitude > 0x7F80] = NAN
-        faults[magnitude == 0x7F80] = INF
+        faults.masked_fill_(magnitude > 0x7F80, NAN)  # never faults[mask] = NAN, which waits for a GPU
+        faults.masked_fill_(magnitude == 0x7F80, INF)
     else:
-        faults[magnitude == 0x7F] = NAN
+        faults.masked_fill_(magnitude == 0x7F, NAN)
     if scales is not None:
-        faults[torch.isnan(scales)] = NAN
-        faults[torch.isinf(scales)] = INF
-        faults[scales <= 0] = ZERO
-    faults[magnitude == 0] = ZERO
-    return faults
+        faults.masked_fill_(torch.isnan(scales), NAN)
+        faults.masked_fill_(torch.isinf(scales), INF)
+        faults.masked_fill_(scales <= 0, ZERO)
+    return faults.masked_fill_(magnitude == 0, ZERO)
 
 
 def _row_magnitude(values: Tensor) -> Tensor:
@@ -112,12 +115,17 @@ def _encode_fp8(states: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def _pieces(flat: Tensor) -> list[slice]:
-    """Slices of rows: small ones on a CPU, all at once on a GPU."""
-    rows, width = flat.shape
-    step = max(1, _CPU_ROWS // max(width, 1)) if flat.device.type == "cpu" else max(rows, 1)
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+def _pieces(rows: Tensor) -> list[slice]:
+    """Slices of rows, small ones on a CPU."""
+    limit = _CPU_VALUES if rows.device.type == "cpu" else _GPU_VALUES
+    step = max(1, limit // max(rows[:1].numel(), 1))
+    return [slice(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
 
 
-def _sum_squares(rows: Tensor, layers: int) -> Tensor:
-    return rows.square().reshape(len(rows), layers, rows.shape[-1]).sum((0, 2), dtype=torch.float64).cpu()
+def _measure(states: Tensor, values: Tensor, scales: Tensor, error: Tensor) -> None:
+    """Fill error [..., 2] with the rows' sums of squares of (decoded - given) and of given."""
+    for rows in _pieces(states):
+        given = states[rows].float()
+        off = decode(values[rows], scales[rows]).float() - given
+        torch.sum(off.square_(), -1, out=error[rows][..., 0])
+        torch.sum(given.square(), -1, out=error[rows][..., 1])
