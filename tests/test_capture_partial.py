@@ -1,0 +1,142 @@
+"""A few layers of a checkpoint give the states that the whole model gives, for every family."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from eyas.engine.partial import PartialDecoder, Unchecked, embeddings
+from eyas.settings import Target as TargetTable
+from eyas.target import Target, load_target
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 3,
+}
+MOE = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 8}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "mistral-sliding": ("mistral", {"head_dim": 8, "sliding_window": 8}),
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "qwen3_moe-mixed": ("qwen3_moe", MOE | {"mlp_only_layers": [4], "decoder_sparse_step": 2}),
+    "deepseek_v2": ("deepseek_v2", MLA | {"n_group": 2, "topk_group": 1, "topk_method": "greedy"}),
+    "deepseek_v3": ("deepseek_v3", MLA),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_scaling": None},
+    ),
+}
+
+
+def make_family(folder: Path, name: str) -> Any:
+    """A random model of that family, saved; returns the whole model."""
+    kind, changes = FAMILIES[name]
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**(SHAPE | changes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def target_of(folder: Path) -> Target:
+    return load_target(TargetTable(path=str(folder)))
+
+
+@torch.inference_mode()
+def whole_states(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """States entering layers 0..n-1, and the final state, of the whole model."""
+    out = model(ids[None], output_hidden_states=True)
+    states = [state[0] for state in out.hidden_states]
+    return states[:-1], states[-1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_alone_equal_the_whole_model(name: str, tmp_path: Path) -> None:
+    entering, final = whole_states(make_family(tmp_path, name), ids := torch.arange(3, 43))
+    target = target_of(tmp_path)
+    torch.testing.assert_close(embeddings(target, ids.tolist()), entering[0])
+
+    head = PartialDecoder(target, 0, 3, CPU).run(embeddings(target, ids.tolist()))
+    assert sorted(head.entering) == [0, 1, 2, 3] and head.final is None
+    for layer_id, states in head.entering.items():
+        torch.testing.assert_close(states, entering[layer_id], rtol=1e-4, atol=1e-5)
+
+    tail = PartialDecoder(target, 2, 6, CPU)
+    for start in (2, 3, 4, 5, 2):
+        outcome = tail.run(entering[start], start)
+        assert outcome.final is not None and sorted(outcome.entering) == list(range(start, 7))
+        torch.testing.assert_close(outcome.final, final, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(outcome.entering[5], entering[5], rtol=1e-4, atol=1e-4)
+
+
+def test_a_wrapper_and_blocks_of_fp8(tmp_path: Path) -> None:
+    """Kimi's wrapper: numbers in text_config, names with a prefix, other towers beside; weights in fp8 blocks."""
+    model = make_family(tmp_path / "plain", "deepseek_v3")
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    tensors = load_file(tmp_path / "plain/model.safetensors")
+    wrapped: dict[str, torch.Tensor] = {"vision_tower.encoder.layers.0.norm.weight": torch.ones(3)}
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.down_proj.weight"):
+            codes = (tensor / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn)
+            model.get_parameter(name).data = codes.float() * 0.01
+            wrapped[f"language_model.{name}_scale_inv"] = torch.full((1, 1), 0.01)
+            tensor = codes
+        wrapped[f"language_model.{name}"] = tensor.contiguous()
+    wrapped["language_model.model.layers.6.mlp.up_proj.weight"] = torch.ones(2, 2)  # a layer of multi-token prediction
+    folder = tmp_path / "wrapped"
+    folder.mkdir()
+    save_file(wrapped, folder / "model.safetensors")
+    text = config | {"model_type": "kimi_k2", "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+    target = target_of(folder)
+    entering, final = whole_states(model, ids := torch.arange(3, 43))
+    head = PartialDecoder(target, 0, 2, CPU).run(embeddings(target, ids.tolist()))
+    torch.testing.assert_close(head.entering[2], entering[2], rtol=1e-4, atol=1e-5)
+    outcome = PartialDecoder(target, 4, 6, CPU).run(entering[4])
+    assert outcome.final is not None
+    torch.testing.assert_close(outcome.final, final, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_family(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    target = target_of(tmp_path)
+    with pytest.raises(Unchecked, match=rf"{name} is I8: this form of quantised weights"):
+        PartialDecoder(target, 0, 3, CPU)
+    PartialDecoder(target, 3, 6, CPU)  # only the layers asked for are read
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1 << 16}))
+    with pytest.raises(Unchecked, match="MiB in bfloat16, and 0 MiB are free"):
+        PartialDecoder(target, 3, 6, CPU)
