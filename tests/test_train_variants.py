@@ -8,6 +8,8 @@ from helpers_drafter import make_drafter, make_samples, naive_feature, naive_los
 from eyas.drafter.eagle3 import NORM_SWITCHES
 from eyas.drafter.pack import pack_samples
 from eyas.drafter.ttt import unroll
+from eyas.train import fused, lk
+from eyas.train.fused import cross_entropy
 from eyas.train.loss import pack_loss
 
 CPU = torch.device("cpu")
@@ -56,3 +58,87 @@ def test_norm_switches_have_the_naive_gradients(switches: dict[str, bool]) -> No
     for name, parameter in drafter.named_parameters():
         assert parameter.grad.abs().sum() > 0, name
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+LOSSES = {"ce": cross_entropy, "lk-hybrid": lk.hybrid(3.0), "lk-alpha": lk.log_acceptance}
+
+
+def naive_row(name: str, logits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """A row's loss as the paper writes it, for autograd."""
+    q = logits.softmax(-1)
+    divergence = sum(p * (p.log() - value.log()) for p, value in zip(probs, q, strict=True))
+    alpha = sum(torch.minimum(p, value) for p, value in zip(probs, q, strict=True))
+    if name == "ce":
+        return divergence - (probs * probs.log()).sum()
+    if name == "lk-alpha":
+        return -alpha.log()
+    weight = torch.exp(-3.0 * alpha.detach())
+    return weight * divergence + (1 - weight) * (1 - alpha)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients_equal_the_definition(name: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(50, 24, generator=generator, dtype=torch.float64)
+    probs = (3 * torch.randn(50, 24, generator=generator, dtype=torch.float64)).softmax(-1)
+    weights = torch.rand(50, generator=generator, dtype=torch.float64)
+    losses, d_logits, drafts = LOSSES[name](logits, probs, weights)
+    wanted = logits.clone().requires_grad_()
+    rows = torch.stack([naive_row(name, *pair) for pair in zip(wanted, probs, strict=True)])
+    (rows * weights).sum().backward()
+    torch.testing.assert_close(losses, rows.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(d_logits, wanted.grad, rtol=1e-9, atol=1e-9)
+    assert torch.equal(drafts, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_towards_lower_loss_is_one_towards_acceptance(name: str) -> None:
+    """Descending each loss on one row reaches the target's distribution, where alpha is 1."""
+    generator = torch.Generator().manual_seed(3)
+    probs = (2 * torch.randn(1, 24, generator=generator, dtype=torch.float64)).softmax(-1)
+    logits = 2 * torch.randn(1, 24, generator=generator, dtype=torch.float64)
+    for _ in range(3000):
+        logits -= 0.3 * LOSSES[name](logits, probs, torch.ones(1, dtype=torch.float64))[1]
+    assert torch.minimum(logits.softmax(-1), probs).sum() > 0.9
+
+
+def test_lk_stays_finite_where_nothing_overlaps() -> None:
+    """All of q on one token, all of p on another, in fp32: the log has no room, the gradient still points to p."""
+    logits, probs = torch.full((1, 8), -200.0), torch.zeros(1, 8)
+    logits[0, 0], probs[0, 1] = 200.0, 1.0
+    for name in ("lk-hybrid", "lk-alpha"):
+        losses, d_logits, _ = LOSSES[name](logits, probs, torch.ones(1))
+        assert torch.isfinite(losses).all() and torch.isfinite(d_logits).all(), name
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_packing_and_chunking_change_no_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, samples, (embedding, lm_head) = make_drafter(), make_samples(MASKS), matrices()
+
+    def loss(chosen: list) -> torch.Tensor:
+        packed = pack_samples(chosen, 3, torch.float64, CPU)
+        argmax = (packed.final[packed.alignment.final_rows] @ lm_head.T).argmax(-1)
+        rows = lm_head[drafter.draft_ids]
+        options = {"steps": 3, "decay": 0.8, "losses": LOSSES[name]}
+        return pack_loss(drafter, embedding, rows, packed, argmax, **options).total
+
+    together = loss(samples)
+    monkeypatch.setattr(fused, "CHUNK_ROWS", 3)
+    trained = [sample for sample in samples if sample.loss_mask[1:].logical_and(sample.loss_mask[:-1]).any()]
+    torch.testing.assert_close(sum(loss([sample]) for sample in trained), together, rtol=1e-9, atol=1e-9)
+
+
+def test_a_frozen_head_has_no_gradient_and_changes_no_other() -> None:
+    samples, (embedding, lm_head) = make_samples(MASKS), matrices()
+    packed = pack_samples(samples, 3, torch.float64, CPU)
+    argmax = (packed.final[packed.alignment.final_rows] @ lm_head.T).argmax(-1)
+    gradients = []
+    for frozen in (False, True):
+        drafter = make_drafter()
+        drafter.lm_head.weight.requires_grad_(not frozen)
+        rows = lm_head[drafter.draft_ids]
+        pack_loss(drafter, embedding, rows, packed, argmax, steps=3, decay=0.8).total.backward()
+        gradients.append({name: parameter.grad for name, parameter in drafter.named_parameters()})
+    assert gradients[1].pop("lm_head.weight") is None
+    for name, gradient in gradients[1].items():
+        assert torch.equal(gradient, gradients[0][name]), name

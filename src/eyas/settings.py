@@ -289,9 +289,22 @@ class Train(Table):
         7, ge=1, le=16, description="Steps of the training-time test (how many drafts in a row it trains)."
     )
     ttt_decay: float = Field(0.8, gt=0, le=1, description="Weight of step k is ttt_decay^k.")
-    lr: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    loss: Literal["ce", "lk-hybrid", "lk-alpha"] = Field(
+        "ce",
+        description="`ce`: soft cross-entropy (KL); `lk-hybrid`: KL far from the target, acceptance rate near it; "
+        "`lk-alpha`: -log of the acceptance rate. The LK losses (arXiv:2602.23881) pay at temperature 1.",
+    )
+    lk_eta: float = Field(3.0, gt=0, description="How soon lk-hybrid turns from KL to acceptance rate.")
+    freeze_lm_head: bool = Field(
+        False, description="Keep lm_head as it starts: the target's rows of the draft vocabulary, or those of `start`."
+    )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="`muon`: Muon for the matrices, AdamW for lm_head and norms, by the same lr and weight decay.",
+    )
+    lr: float = Field(1e-4, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay of matrices; norms have none.")
     warmup: Fraction = Field(
         0.03, description="Share of the steps in which lr rises to its peak; cosine to min_lr_ratio after."
     )

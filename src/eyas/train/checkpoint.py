@@ -2,7 +2,7 @@
 
 drafter.json            shape of the drafter and its aux layers
 model.safetensors       fp32 master weights, d2t, t2d
-optimizer.safetensors   AdamW's moments, fp32, by parameter name
+optimizer.safetensors   the optimizer's moments, fp32, by parameter name
 state.json              step, samples consumed, and the inputs that the run was started with
 """
 
@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 from eyas import fs
 from eyas.drafter.eagle3 import Drafter
 from eyas.errors import TrainError
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def latest(train_dir: Path) -> Path | None:
@@ -63,16 +61,17 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
         raise TrainError(f"{folder}: its weights do not fit this drafter: {error}", next=f"rm -r {folder}") from None
     moments = load_file(folder / "optimizer.safetensors", device=str(device))
     for name, parameter in drafter.named_parameters():
-        if f"{name}.step" in moments:
-            optimizer.state[parameter] = {moment: moments[f"{name}.{moment}"] for moment in _MOMENTS}
+        own = {key.rpartition(".")[2]: value for key, value in moments.items() if key.rpartition(".")[0] == name}
+        if own:
+            optimizer.state[parameter] = own
     return state
 
 
 def _moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Of all parameters that a step has moved: none before the first step that trained something."""
     return {
-        f"{name}.{moment}": optimizer.state[parameter][moment].contiguous()
+        f"{name}.{moment}": value.contiguous()
         for name, parameter in drafter.named_parameters()
         if parameter in optimizer.state
-        for moment in _MOMENTS
+        for moment, value in optimizer.state[parameter].items()
     }

@@ -1,6 +1,6 @@
-"""Soft cross-entropy of the drafter against the target on the draft vocabulary.
+"""Loss of the drafter against the target on the draft vocabulary: soft cross-entropy, or an LK loss (`train.loss`).
 
-    loss of an optimizer step = mean over its sequences of  sum_k decay^k * sum_rows CE / n
+    loss of an optimizer step = mean over its sequences of  sum_k decay^k * sum_rows L / n
 
 n = rows of that sequence trained at step 0. However samples are packed, accumulated or spread over ranks, the sum is
 the same. Rows whose target argmax is outside the draft vocabulary stay in n and add 0: the target would write a token
@@ -17,7 +17,16 @@ from eyas.drafter.attention import widen
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import Pack
 from eyas.drafter.ttt import unroll
-from eyas.train.fused import SoftCrossEntropy
+from eyas.settings import Train
+from eyas.train import lk
+from eyas.train.fused import HeadLoss, RowLosses, cross_entropy
+
+
+def row_losses(table: Train) -> RowLosses:
+    """L of a row, as the recipe names it."""
+    if table.loss == "lk-hybrid":
+        return lk.hybrid(table.lk_eta)
+    return lk.log_acceptance if table.loss == "lk-alpha" else cross_entropy
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class PackLoss:
     """Sums over a pack, so that packs and ranks add up exactly.
 
     Attributes:
-        total: sum over sequences of sum_k decay^k * sum_rows CE / n; a scalar with gradient.
+        total: sum over sequences of sum_k decay^k * sum_rows L / n; a scalar with gradient.
         per_step: the same for each step without its weight, fp32 [steps], detached.
         hits: rows of each step whose draft is the target's argmax, int64 [steps].
         rows: trained rows of each step, int64 [steps].
@@ -46,6 +55,7 @@ def pack_loss(
     *,
     steps: int,
     decay: float,
+    losses: RowLosses = cross_entropy,
 ) -> PackLoss:
     """Loss of one pack.
 
@@ -54,6 +64,7 @@ def pack_loss(
         lm_head_draft: the target's lm_head rows of the draft vocabulary [Vd, H].
         target_argmax: the target's argmax at each teaching position of the pack, int64 [P].
         decay: weight of step k is decay^k, unitless.
+        losses: the loss L of a row.
     """
     device = pack.aux.device
     alignment = pack.alignment
@@ -71,7 +82,8 @@ def pack_loss(
             row, teacher, sample = (torch.from_numpy(index).to(device) for index in (at.row, at.teacher, at.sample))
             weights = in_vocab[teacher] * per_sample[sample]
             hidden = drafter.norm(features[row])
-            step_loss, drafts = SoftCrossEntropy.apply(hidden, drafter.lm_head.weight, target_probs, teacher, weights)
+            lm_head = drafter.lm_head.weight
+            step_loss, drafts = HeadLoss.apply(hidden, lm_head, target_probs, teacher, weights, losses)
             total = total + decay**k * step_loss
             per_step.append(step_loss.detach())
             hits.append((draft_ids[drafts] == target_argmax[teacher]).sum())

@@ -1,18 +1,63 @@
 """Optimizer and learning rate."""
 
 import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from eyas.drafter.eagle3 import Drafter
+from eyas.errors import TrainError
 from eyas.settings import Train
 
 
-def make_optimizer(drafter: Drafter, table: Train) -> torch.optim.AdamW:
-    """AdamW over the fp32 masters; norms are not decayed."""
-    matrices = [parameter for parameter in drafter.parameters() if parameter.dim() > 1]
-    norms = [parameter for parameter in drafter.parameters() if parameter.dim() <= 1]
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the matrices between the states, AdamW for lm_head and norms, driven and saved as one optimizer.
+
+    Muon's update of a matrix is its momentum made orthogonal, scaled by 0.2 * sqrt(larger side), whose size is that of
+    AdamW's updates: one learning rate and one weight decay serve both.
+    Source: Muon is Scalable for LLM Training, arXiv:2502.16982; torch.optim.Muon of torch 2.9.
+    """
+
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
+        self._parts = (muon, adamw)
+        self._muon_groups = len(muon.param_groups)
+        super().__init__(muon.param_groups + adamw.param_groups, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of both. Groups and state are this object's: load_state_dict replaces them here only."""
+        split = self._muon_groups
+        for part, groups in zip(self._parts, (self.param_groups[:split], self.param_groups[split:]), strict=True):
+            part.param_groups, part.state = groups, self.state
+            part.step()
+
+
+def make_optimizer(drafter: Drafter, table: Train) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the fp32 masters that are trained; norms are not decayed.
+
+    Raises: TrainError where this torch has no Muon.
+    """
+    trained = [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
+    matrices = [parameter for _, parameter in trained if parameter.dim() > 1]
+    norms = [parameter for _, parameter in trained if parameter.dim() <= 1]
+    if table.optimizer == "adamw":
+        return _adamw(matrices, norms, table)
+    if not hasattr(torch.optim, "Muon"):
+        raise TrainError(
+            f'train.optimizer = "muon", but torch {torch.__version__} has none',
+            expected="torch 2.9 or later",
+            next="pip install -U torch, or --set train.optimizer=adamw",
+        )
+    # An output head is no map between states: its rows are tokens of very different frequency (Muon's own advice).
+    head = [parameter for name, parameter in trained if name.startswith("lm_head.")]
+    hidden = [parameter for name, parameter in trained if parameter.dim() > 1 and not name.startswith("lm_head.")]
+    muon = torch.optim.Muon(hidden, lr=table.lr, weight_decay=table.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return MuonAndAdamW(muon, _adamw(head, norms, table))
+
+
+def _adamw(matrices: Sequence[Tensor], norms: Sequence[Tensor], table: Train) -> torch.optim.AdamW:
     groups = [{"params": matrices, "weight_decay": table.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, fused=True)
 
 

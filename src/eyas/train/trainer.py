@@ -34,7 +34,7 @@ from eyas.train.argmax import load_or_make
 from eyas.train.batch import make_schedule, stream_from
 from eyas.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from eyas.train.log import LOG_EVERY, TrainLog
-from eyas.train.loss import PackLoss, pack_loss
+from eyas.train.loss import PackLoss, pack_loss, row_losses
 from eyas.train.optim import learning_rate, make_optimizer
 
 
@@ -100,6 +100,7 @@ class Trainer:
         )
         self.coverage = coverage(counts, draft_ids)
         self.drafter = new_drafter(config, draft_ids, self.head, self.table.seed).to(self.device)
+        self.drafter.lm_head.weight.requires_grad_(not self.table.freeze_lm_head)
         self.optimizer = make_optimizer(self.drafter, self.table)
         self.lm_head_draft = self.head.lm_head[self.drafter.draft_ids].to(self.dtype)
         self.embedding = self.head.embedding.to(self.dtype)
@@ -203,7 +204,16 @@ class Trainer:
         supervised = torch.cat([self.argmax.of(sample_id) for sample_id in pack.ids])
         at_teachers = supervised[torch.from_numpy(pack.alignment.final_rows)].to(self.device)
         steps, decay = self.table.ttt_steps, self.table.ttt_decay
-        return pack_loss(self.drafter, self.embedding, self.lm_head_draft, pack, at_teachers, steps=steps, decay=decay)
+        return pack_loss(
+            self.drafter,
+            self.embedding,
+            self.lm_head_draft,
+            pack,
+            at_teachers,
+            steps=steps,
+            decay=decay,
+            losses=row_losses(self.table),
+        )
 
     def _heldout_packs(self) -> list[list[str]]:
         """Ids of the held-out samples measured while training, in packs."""
