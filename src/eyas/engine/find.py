@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,10 +51,11 @@ def find_interpreters(engine_python: Path | None = None) -> list[Interpreter]:
     return [probe(path) for path in unique]
 
 
-def probe(python: Path) -> Interpreter:
-    """Run one interpreter and ask which engines it could import; it has 10 s to answer."""
+def probe(python: Path, env: Mapping[str, str] | None = None) -> Interpreter:
+    """Run one interpreter, with `env` where given, and ask which engines it could import; it has 10 s to answer."""
+    asking = [str(python), "-c", _PROBE]
     try:
-        answer = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_S, check=True)
+        answer = subprocess.run(asking, capture_output=True, text=True, timeout=_PROBE_S, check=True, env=env)
         return Interpreter(python, dict(json.loads(answer.stdout)))
     except subprocess.TimeoutExpired:
         return Interpreter(python, {}, f"no answer within {_PROBE_S} s")

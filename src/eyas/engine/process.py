@@ -1,0 +1,165 @@
+"""One engine process and all it starts: launched in a session of its own, recognised again later, measured, ended.
+
+The session outlives the terminal and a kill of Eyas. Three marks tell its processes from all others: the pair of pid
+and creation time of the first, the session id, and the variable EYAS_SERVER in their environment, which they inherit.
+Nothing else is ever signalled.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "EYAS_SERVER"
+_GONE = (psutil.NoSuchProcess, psutil.ZombieProcess)
+_POLL_S = 0.2
+
+
+def launch(command: list[str], env: Mapping[str, str], log: Path) -> psutil.Process:
+    """Start a command in a new session, its output appended to `log`; returns at once.
+
+    Raises: OSError where the program can't be executed.
+    """
+    with log.open("ab") as output:
+        files = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
+        ]
+        # Not subprocess.Popen: it warns when its object goes before the process does, and that is the point here.
+        return psutil.Process(os.posix_spawn(command[0], command, env, file_actions=files, setsid=True))
+
+
+def alive(pid: int, created: float) -> bool:
+    """Whether this very process still runs: pids are used again, creation times tell them apart."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            reap(pid)
+            return False
+        # psutil counts from the boot time, which a clock that is set may shift by a little.
+        return bool(abs(process.create_time() - created) < 2)
+    except _GONE:
+        return False
+
+
+def reap(pid: int) -> int | None:
+    """Collect a dead child of ours; its exit code (negative: the signal), None where it is not ours or not dead."""
+    try:
+        found, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def members(session: int, mark: str) -> list[psutil.Process]:
+    """The living processes of a server: those in its session, and those that carry its mark outside it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if (session and os.getsid(process.pid) == session) or (mark and _mark(process) == mark):
+                found.append(process)
+        except (*_GONE, ProcessLookupError, psutil.AccessDenied, PermissionError):
+            continue
+    return found
+
+
+def _mark(process: psutil.Process) -> str:
+    try:
+        return str(process.environ().get(MARK, ""))
+    except (*_GONE, psutil.AccessDenied, OSError):  # another user's, or a kernel thread
+        return ""
+
+
+def end(session: int, mark: str, patience_s: float) -> tuple[int, int]:
+    """SIGTERM to all members, after `patience_s` SIGKILL to what is left; returns (how many there were, how many had
+    to be killed).
+
+    A stopped process can't act on SIGTERM: it is continued first.
+    """
+    first = members(session, mark)
+    _signal_all(first, signal.SIGTERM)
+    _signal_all(first, signal.SIGCONT)
+    if _gone_within(session, mark, patience_s):
+        return len(first), 0
+    killed: set[int] = set()
+    for _ in range(10):  # those killed may just have started others
+        left = members(session, mark)
+        if not left:
+            break
+        killed |= {process.pid for process in left}
+        _signal_all(left, signal.SIGKILL)
+        _gone_within(session, mark, 2.0)
+    return len(first), len(killed)
+
+
+def _signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(*_GONE):
+            process.send_signal(number)
+
+
+def _gone_within(session: int, mark: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while members(session, mark):
+        reap(session)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    reap(session)
+    return True
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a server's processes have done so far; two of these, some time apart, say whether they work.
+
+    Attributes:
+        cpu_s: processor time of all living members, seconds.
+        read_bytes: what they read, page cache included.
+        log_bytes: length of the log.
+    """
+
+    cpu_s: float
+    read_bytes: int
+    log_bytes: int
+
+
+def work(processes: Sequence[psutil.Process], log: Path) -> Work:
+    """Counters of now. Bytes read through a memory map are not among them; their page faults are CPU time."""
+    cpu_s, read = 0.0, 0
+    for process in processes:
+        try:
+            times = process.cpu_times()
+            cpu_s += times.user + times.system
+            read += process.io_counters().read_chars
+        except (*_GONE, psutil.AccessDenied):
+            continue
+    return Work(cpu_s, read, log.stat().st_size if log.exists() else 0)
+
+
+def command_of(pid: int) -> str:
+    """What a pid runs, shortened for messages; "" where it is gone or another user's."""
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline() or [process.name()]
+    except (*_GONE, psutil.AccessDenied):
+        return ""
+    text = " ".join(words)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def port_holder(port: int) -> tuple[int, str] | None:
+    """Who listens on a TCP port of this machine: (pid, command); (0, "") where it can't be seen; None: nobody."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+            pid = connection.pid or 0
+            return pid, command_of(pid) if pid else ""
+    return None

@@ -1,0 +1,103 @@
+"""Launch profiles: named sets of server flags and environment variables, each with its reason.
+
+purpose = "capture"            # or "serve": a plain server without the tap
+about = "one line"
+
+[[flags]]
+flag = "--disable-radix-cache"
+value = ""                     # optional
+since = "0.5.14"               # optional: releases that know the flag, `before` not included
+before = ""
+required = true                # part of every capture, whatever profile: without it states are wrong or missing
+reason = "a cached prefix is not computed again: its rows would be missing"
+
+[[env]]
+name = "NCCL_PROTO"
+value = "LL"
+reason = "..."
+"""
+
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from eyas.errors import RecipeError
+from eyas.settings import Table
+
+DEFAULT = "extraction"
+
+
+class Flag(Table):
+    flag: str = Field(pattern=r"^--[a-z0-9-]+$")
+    value: str = ""
+    since: str = ""
+    before: str = ""
+    required: bool = False
+    reason: str = Field(min_length=1)
+
+    def fits(self, release: tuple[int, int, int]) -> bool:
+        return (not self.since or release >= _numbers(self.since)) and (
+            not self.before or release < _numbers(self.before)
+        )
+
+
+class Variable(Table):
+    name: str = Field(pattern=r"^[A-Z][A-Z0-9_]*$")
+    value: str
+    reason: str = Field(min_length=1)
+
+
+class Profile(Table):
+    """One profile; `name` is its file's."""
+
+    name: str
+    purpose: Literal["capture", "serve"]
+    about: str
+    flags: list[Flag] = Field(default_factory=list)
+    env: list[Variable] = Field(default_factory=list)
+
+    def flags_for(self, release: tuple[int, int, int]) -> list[Flag]:
+        """Flags for one SGLang release; every capture has the required ones of `extraction` among them."""
+        flags = [flag for flag in self.flags if flag.fits(release)]
+        if self.purpose == "capture" and self.name != DEFAULT:
+            own = {flag.flag for flag in flags}
+            needed = [flag for flag in load_profile(DEFAULT).flags_for(release) if flag.required]
+            flags = [flag for flag in needed if flag.flag not in own] + flags
+        return flags
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that come with Eyas."""
+    folder = resources.files("eyas.engine") / "profiles"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_profile(name: str) -> Profile:
+    """A profile by name, or by the path of its TOML file.
+
+    Raises: RecipeError for an unknown name, an unreadable file, or a flag without a reason.
+    """
+    if name in profile_names():
+        text = (resources.files("eyas.engine") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
+    elif name.endswith(".toml") and Path(name).expanduser().is_file():
+        text = Path(name).expanduser().read_text(encoding="utf-8")
+    else:
+        raise RecipeError(
+            f"engine.profile = {name!r}: no such profile",
+            expected=f"{', '.join(profile_names())}, or a TOML file of your own",
+            next="eyas serve profiles   # lists and explains them",
+        )
+    try:
+        return Profile.model_validate({"name": Path(name).stem} | tomllib.loads(text))
+    except (ValidationError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(
+            f"engine.profile = {name!r}: {error}", expected="the form that `eyas serve profiles --form` shows"
+        ) from None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))

@@ -1,0 +1,222 @@
+"""Is a starting server ready? In layers, each with its time, so that a hang has a name.
+
+    process alive      the process runs
+    plugin loaded      the tap was imported by SGLang                       (the tap's events)
+    weights loaded     the model is in memory, aux layers are set           (the tap's events, or the log)
+    listening          the port answers                                     (TCP)
+    warm               SGLang's own first request was answered              (log or /health)
+    tap fired          a request of Eyas's own reached the tap              (the tap's events)
+    self-test passed   states are what they should be                       (engine/selftest.py)
+
+`/health` runs a request through the model: it says 503 before the first and while a long prefill keeps it waiting, and
+neither is death. Death is the process's end.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from eyas.engine import process
+from eyas.errors import EngineError, Interrupted
+from eyas.progress import duration, say
+from eyas.signals import Stop
+
+READY_LINE = "The server is fired up and ready to roll"
+WEIGHTS_LINE = "Load weight end"
+_POLL_S = 0.25
+_SAY_EVERY_S = 15.0
+_BUSY_CORES = 0.05  # less is bookkeeping: a waiting scheduler wakes a few times a second
+_SPIN_FACTOR = 3
+
+Layer = tuple[str, Callable[[], bool]]
+
+
+@dataclass
+class Watched:
+    """What readiness looks at.
+
+    Attributes:
+        pid, created, mark: of the server (engine/process.py).
+        log, events: files.
+        started: unix time of the launch; layer times count from it.
+        layers: name -> seconds, of those reached.
+    """
+
+    pid: int
+    created: float
+    mark: str
+    url: str
+    log: Path
+    events: Path
+    started: float
+    layers: dict[str, float]
+
+    def alive(self) -> bool:
+        return process.alive(self.pid, self.created)
+
+    def event(self, name: str) -> dict[str, Any] | None:
+        """The first of the tap's events of this name."""
+        return next((event for event in read_events(self.events) if event.get("event") == name), None)
+
+    def logged(self, text: str) -> bool:
+        return self.log.exists() and text in self.log.read_text(encoding="utf-8", errors="replace")
+
+    def listening(self) -> bool:
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        except OSError:
+            return False
+        return True
+
+    def warm(self) -> bool:
+        return self.logged(READY_LINE) or self._status("/health") == 200
+
+    def _status(self, path: str) -> int:
+        try:
+            return httpx.get(self.url + path, timeout=5, trust_env=False).status_code
+        except httpx.HTTPError:
+            return 0
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The tap's events, one JSON object a line; a last line that is still being written is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [dict(json.loads(line)) for line in lines]
+
+
+def fire(watched: Watched, token_ids: Sequence[int]) -> bool:
+    """Send a request of Eyas's own; whether the tap saw it.
+
+    Raises: EngineError where SGLang answered and the tap saw nothing.
+    """
+    body = {"input_ids": list(token_ids), "rid": f"eyas-ready-{time.time_ns()}"}
+    body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0}  # type: ignore[assignment]
+    try:
+        answer = httpx.post(watched.url + "/generate", json=body, timeout=60, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    if answer.status_code != 200:
+        raise EngineError(
+            f"{watched.url}/generate: status {answer.status_code} to a request of {len(token_ids)} token ids: "
+            f"{answer.text[:300]}",
+            expected="an answer: the server is warm",
+            next=f"look at the end of its log: {watched.log}",
+        )
+    for _ in range(40):
+        if watched.event("fired"):
+            return True
+        time.sleep(_POLL_S)
+    raise EngineError(
+        f"{watched.url}: answered a request, but the tap saw no rows of it",
+        expected="the tap's event `fired` within 10 s",
+        cause="SGLang's hooks are not where the tap put them; SGLang only logs that",
+        next=f"grep -i plugin {watched.log}",
+    )
+
+
+def climb(
+    watched: Watched,
+    layers: Sequence[Layer],
+    *,
+    patience_s: float,
+    stop: Stop | None,
+    reached: Callable[[], None],
+    diagnose: Callable[[str], EngineError],
+) -> None:
+    """Wait for one layer after the other; `reached` is called after each.
+
+    A layer without a sign of work for `patience_s` is diagnosed and given up. One that works is waited for; where only
+    processors spin (no log line, nothing read) for `patience_s` the diagnosis is said, and after three times that it
+    is given up.
+
+    Args:
+        diagnose: called with the layer's name where it is given up, or the process ended: the error to raise.
+    Raises: EngineError; Interrupted where a signal came.
+    """
+    for name, check in layers:
+        if name in watched.layers:
+            continue
+        signs = _Signs(watched, name)
+        while not check():
+            if stop is not None and stop.signum is not None:
+                raise Interrupted(stop.signum, f"serve: stopped while waiting for: {name}", next="start it again")
+            if not watched.alive() or watched.event("refused"):
+                raise diagnose(name)
+            signs.look()
+            if signs.idle_s > patience_s or signs.spinning_s > _SPIN_FACTOR * patience_s:
+                raise diagnose(name)
+            if signs.spinning_s > patience_s * (signs.told + 1):
+                signs.told += 1
+                say(f"serve: {name}: no log line for {duration(signs.spinning_s)}.\n{diagnose(name)}")
+            time.sleep(_POLL_S)
+        watched.layers[name] = round(time.time() - watched.started, 2)
+        say(f"serve: {name} ({duration(watched.layers[name])})")
+        reached()
+
+
+class _Signs:
+    """Signs of work of one layer: how long there were none, and how long there was nothing but spinning."""
+
+    def __init__(self, watched: Watched, layer: str) -> None:
+        self._watched, self._layer = watched, layer
+        self._began = self._said = self._looked = self._worked = self._moved = time.monotonic()
+        self._last = self._work()
+        self._rates = ""
+        self.told = 0
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self._worked
+
+    @property
+    def spinning_s(self) -> float:
+        return time.monotonic() - self._moved
+
+    def look(self) -> None:
+        """Compare with two seconds ago; now and then say what the server does."""
+        now = time.monotonic()
+        passed = now - self._looked
+        if passed < 2:
+            return
+        work = self._work()
+        cores = (work.cpu_s - self._last.cpu_s) / passed
+        read = (work.read_bytes - self._last.read_bytes) / passed
+        grown = work.log_bytes > self._last.log_bytes
+        if cores > _BUSY_CORES or read > 1e5 or grown:
+            self._worked = now
+        if read > 1e5 or grown:
+            self._moved = now
+        self._looked, self._last = now, work
+        if now - self._said >= _SAY_EVERY_S:
+            self._said = now
+            line = last_line(self._watched.log)
+            doing = f"{cores:.1f} cores busy, reads {read / 1e6:,.0f} MB/s"
+            say(f"serve: waiting for: {self._layer}, {duration(now - self._began)}; {doing}; log: {line[:120]}")
+
+    def _work(self) -> process.Work:
+        return process.work(process.members(self._watched.pid, self._watched.mark), self._watched.log)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not empty."""
+    return (tail(log, 1) or [""])[-1]
+
+
+def tail(log: Path, lines: int) -> list[str]:
+    """The last lines of a log, progress bars as they stand at their end."""
+    if not log.exists():
+        return []
+    with log.open("rb") as handle:
+        handle.seek(max(0, log.stat().st_size - 65536))
+        text = handle.read().decode("utf-8", errors="replace")
+    kept = [line.rsplit("\r", 1)[-1].strip() for line in text.split("\n")]
+    return [line for line in kept if line][-lines:]

@@ -1,0 +1,370 @@
+"""The SGLang server of a run: started, found again, stopped.
+
+`runs/NAME/engine/server.json` says what was started and how far it got; it is written before the process is there, so
+that a kill of Eyas at any moment leaves nothing that the next command doesn't find.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from eyas import fs
+from eyas.engine import process
+from eyas.engine.find import probe
+from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire, tail
+from eyas.engine.sglang import Launch, base_env, plan_launch
+from eyas.errors import EngineError, Interrupted
+from eyas.progress import say
+from eyas.run import Run, save_recipe
+from eyas.signals import Stop
+from eyas.tap.ring import Layout, Ring
+from eyas.target import Target, load_target
+
+RID_PREFIX = "eyas-"
+_STOP_PATIENCE_S = 30.0
+_TAP_PATIENCE_S = 30.0
+
+
+@dataclass
+class ServerState:
+    """What runs/NAME/engine/server.json holds.
+
+    Attributes:
+        pid, created: the first process and its creation time; 0 until it is there.
+        mark: value of EYAS_SERVER in the environment of all its processes.
+        url, port: where it listens.
+        ring: path of the shared memory, "" for a server without the tap.
+        log, events, plugin: files and folder of this start.
+        command, version, profile, device: what was started.
+        aux_layer_ids: in our meaning.
+        settings: what the states depend on; a running server of other settings is not used.
+        settings_digest: digest of `settings`.
+        started: unix time.
+        layers: layers of readiness reached, name -> seconds after `started`.
+        shm: files in /dev/shm that its processes mapped, the ring not among them.
+        self_test: figures of the self-test.
+    """
+
+    url: str
+    port: int
+    ring: str
+    log: str
+    events: str
+    plugin: str
+    command: list[str]
+    version: str
+    profile: str
+    device: str
+    aux_layer_ids: list[int]
+    settings: dict[str, Any]
+    mark: str
+    pid: int = 0
+    created: float = 0.0
+    started: float = 0.0
+    layers: dict[str, float] = field(default_factory=dict)
+    shm: list[str] = field(default_factory=list)
+    self_test: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings_digest(self) -> str:
+        return fs.digest_json(self.settings)
+
+    @property
+    def ready(self) -> bool:
+        return ("self-test passed" if self.ring else "warm") in self.layers
+
+    def alive(self) -> bool:
+        return self.pid > 0 and process.alive(self.pid, self.created)
+
+
+def engine_dir(run: Run) -> Path:
+    return run.dir / "engine"
+
+
+def load_state(run: Run) -> ServerState | None:
+    """What the last start left, whether its server still runs or not."""
+    path = engine_dir(run) / "server.json"
+    try:
+        return ServerState(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def save_state(run: Run, state: ServerState) -> None:
+    fs.write_json(engine_dir(run) / "server.json", asdict(state))
+
+
+def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
+    """Start the run's server and wait until it is ready; one that runs already with these settings is returned.
+
+    Args:
+        stop: looked at while waiting; a signal ends what this call started.
+    Raises: EngineError, TargetError or RecipeError before the start for what preflight finds, after it with a
+        diagnosis; Interrupted. What this call started is stopped then.
+    """
+    target = load_target(run.recipe.target)
+    launch = find_launch(run, target)
+    with _locked(run, stop):
+        state = _living(run, _settings(run, target, launch))
+        if state is None:
+            state = _launch(run, target, launch)
+        _get_ready(run, target, state, stop)
+        return state
+
+
+def attach(run: Run, *, stop: Stop | None = None) -> ServerState | None:
+    """The run's living server with the same settings, ready; None where none lives.
+
+    Raises: EngineError where one lives with other settings, naming them.
+    """
+    state = load_state(run)
+    if state is None or not state.alive():
+        return None
+    target = load_target(run.recipe.target)
+    launch = find_launch(run, target)
+    with _locked(run, stop):
+        found = _living(run, _settings(run, target, launch))
+        if found is not None:
+            _get_ready(run, target, found, stop)
+        return found
+
+
+@contextlib.contextmanager
+def serving(run: Run, *, stop: Stop | None = None) -> Iterator[ServerState]:
+    """The run's server: the one that lives, or one of our own that is stopped at the end."""
+    state = attach(run, stop=stop)
+    if state is not None:
+        say(f"serve: using the server that runs at {state.url} (pid {state.pid})")
+        yield state
+        return
+    state = start_server(run, stop=stop)
+    try:
+        yield state
+    finally:
+        for line in stop_server(run):
+            say(f"serve: {line}")
+
+
+def stop_server(run: Run) -> list[str]:
+    """End the run's server with all its processes, and remove what it would leave; lines for the user."""
+    state = load_state(run)
+    if state is None:
+        return ["no server was started for this run"]
+    with _locked(run, None):
+        return _end(state)
+
+
+def _end(state: ServerState) -> list[str]:
+    state.shm = sorted(set(state.shm) | set(_mapped_shm(state)))
+    count, killed = process.end(state.pid, state.mark, _STOP_PATIENCE_S)
+    lines = [f"{count} processes ended" + (f", {killed} of them by SIGKILL" if killed else "")]
+    for path in [*filter(None, [state.ring]), *state.shm]:
+        if Path(path).exists():
+            fs.remove(Path(path))
+            lines.append(f"{path} removed")
+    return lines
+
+
+def find_launch(run: Run, target: Target) -> Launch:
+    """The command line for the SGLang that engine.python holds.
+
+    Raises: EngineError where it holds none.
+    """
+    table = run.recipe.engine
+    found = probe(Path(table.python), dict(os.environ) | table.env)
+    if "sglang" not in found.engines:
+        raise EngineError(f"{table.python}: no SGLang there ({found.fault or 'not installed'})")
+    return plan_launch(run, target, found.engines["sglang"])
+
+
+def _settings(run: Run, target: Target, launch: Launch) -> dict[str, Any]:
+    recipe = run.recipe
+    settings: dict[str, Any] = {"engine.python": launch.python, "SGLang": launch.version, "flags": launch.flags}
+    settings |= {"engine.host": launch.host, "engine.env": launch.env, "target": target.model_digest}
+    if launch.tap:
+        settings |= {
+            "capture.ring_bytes": recipe.capture.ring_bytes,
+            "store.encoding": recipe.store.encoding,
+            "store.final_encoding": recipe.store.final_encoding,
+            "drafter.aux_layer_ids": target.aux_layer_ids(recipe.drafter.aux_layer_ids),
+        }
+    return settings
+
+
+def _living(run: Run, settings: dict[str, Any]) -> ServerState | None:
+    """The living server, where its settings are these.
+
+    Raises: EngineError naming the first setting that differs.
+    """
+    state = load_state(run)
+    if state is None or not state.alive():
+        return None
+    for key in sorted(settings | state.settings):
+        if state.settings.get(key) != settings.get(key):
+            raise EngineError(
+                f"a server of this run lives (pid {state.pid}) with {key} = {state.settings.get(key)!r}",
+                expected=f"{settings.get(key)!r}, by the recipe",
+                cause="the recipe changed after the server was started",
+                next=f"{run.command('serve stop')}   # then start again",
+            )
+    return state
+
+
+def _launch(run: Run, target: Target, launch: Launch) -> ServerState:
+    """Ring, plugin folder, state, process, in this order."""
+    folder, token = engine_dir(run), uuid.uuid4().hex[:8]
+    fs.make_folder(run.logs_dir)
+    fs.make_folder(folder)
+    if not (run.dir / "recipe.toml").exists():
+        save_recipe(run)
+    port = run.recipe.engine.port or _free_port(launch.host)
+    ring = f"/dev/shm/eyas-{run.dir.name}-{token}.ring" if launch.tap else ""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    state = ServerState(
+        url=f"http://{launch.host}:{port}",
+        port=port,
+        ring=ring,
+        log=str(run.logs_dir / f"engine-{stamp}-{token}.log"),
+        events=str(folder / f"events-{token}.jsonl"),
+        plugin=str(folder / f"plugin-{token}"),
+        command=launch.command(port),
+        version=launch.version,
+        profile=launch.profile.name,
+        device=launch.device,
+        aux_layer_ids=target.aux_layer_ids(run.recipe.drafter.aux_layer_ids),
+        settings=_settings(run, target, launch),
+        mark=f"{folder}:{token}",
+        started=time.time(),
+    )
+    save_state(run, state)
+    env = base_env(launch) | {process.MARK: state.mark}
+    if launch.tap:
+        table = run.recipe.store
+        layout = Layout(target.hidden_size, table.encoding, table.final_encoding)
+        Ring.create(ring, run.recipe.capture.ring_bytes, layout)
+        env |= _inject(state, launch, target, layout, env.get("PYTHONPATH", ""))
+    started = process.launch(state.command, env, Path(state.log))
+    state.pid, state.created = started.pid, started.create_time()
+    state.layers["process alive"] = round(time.time() - state.started, 2)
+    save_state(run, state)
+    say(f"serve: SGLang {launch.version} started, pid {state.pid}, {state.url}; log: {state.log}")
+    return state
+
+
+def _inject(state: ServerState, launch: Launch, target: Target, layout: Layout, path: str) -> dict[str, str]:
+    from eyas.engine.inject import write_plugin
+
+    settings = {
+        "ring": state.ring,
+        "events": state.events,
+        "aux_layer_ids": state.aux_layer_ids,
+        "encoding": layout.encoding,
+        "final_encoding": layout.final_encoding,
+        "rid_prefix": RID_PREFIX,
+        "hidden_size": target.hidden_size,
+        "num_layers": target.num_layers,
+        "official_flag": launch.official_flag,
+        "patience_s": _TAP_PATIENCE_S,
+    }
+    added = write_plugin(Path(state.plugin), settings, vllm_stub=launch.device == "cpu")
+    return added | {"PYTHONPATH": os.pathsep.join(filter(None, [added["PYTHONPATH"], path]))}
+
+
+def _get_ready(run: Run, target: Target, state: ServerState, stop: Stop | None) -> None:
+    watched = Watched(
+        state.pid,
+        state.created,
+        state.mark,
+        state.url,
+        Path(state.log),
+        Path(state.events),
+        state.started,
+        state.layers,
+    )
+
+    def reached() -> None:
+        state.shm = sorted(set(state.shm) | set(_mapped_shm(state)))
+        save_state(run, state)
+
+    try:
+        climb(
+            watched,
+            _layers(watched, target, bool(state.ring)),
+            patience_s=run.recipe.engine.patience_s,
+            stop=stop,
+            reached=reached,
+            diagnose=partial(_ended, watched),
+        )
+    except (EngineError, Interrupted):
+        for line in _end(state):
+            say(f"serve: {line}")
+        raise
+
+
+def _layers(watched: Watched, target: Target, tap: bool) -> list[Layer]:
+    if not tap:
+        weights: Layer = ("weights loaded", lambda: watched.logged(WEIGHTS_LINE))
+        return [weights, ("listening", watched.listening), ("warm", watched.warm)]
+    token_ids = [token % target.vocab_size for token in range(10, 18)]
+    return [
+        ("plugin loaded", lambda: watched.event("plugin") is not None),
+        ("weights loaded", lambda: watched.event("layers") is not None),
+        ("listening", watched.listening),
+        ("warm", watched.warm),
+        ("tap fired", lambda: fire(watched, token_ids)),
+    ]
+
+
+def _ended(watched: Watched, layer: str) -> EngineError:
+    told = "did not get on" if watched.alive() else "ended"
+    lines = "\n  ".join(tail(watched.log, 12))
+    return EngineError(
+        f"SGLang {told} while waiting for: {layer}; its log ends:\n  {lines}", next=f"less {watched.log}"
+    )
+
+
+def _mapped_shm(state: ServerState) -> list[str]:
+    """Files in /dev/shm that the server's processes have mapped, the ring left out."""
+    found: set[str] = set()
+    for member in process.members(state.pid, state.mark):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{member.pid}/maps").read_text().splitlines():
+                path = line.partition("/dev/shm/")[2]
+                if path and not path.endswith(" (deleted)"):
+                    found.add(f"/dev/shm/{path}")
+    return sorted(found - {state.ring})
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _locked(run: Run, stop: Stop | None) -> Iterator[None]:
+    """One start or stop of a run's server at a time; the lock goes with its process."""
+    fs.make_folder(engine_dir(run))
+    with (engine_dir(run) / "lock").open("a") as lock:
+        told = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    say(f"serve: another eyas starts or stops the server of {run.dir}; waiting for it")
+                    told = True
+            if stop is not None and stop.signum is not None:
+                raise Interrupted(stop.signum, "serve: stopped while another eyas starts the server", next="again")
+            time.sleep(0.2)
+        yield

@@ -1,0 +1,202 @@
+"""The command that starts an SGLang server for a recipe: flags and environment by release, and what is refused.
+
+Releases 0.5.11 to 0.5.23. Flags come from four places: the recipe's own keys, the capture of auxiliary states, the
+profile, and `engine.args`, which stand last and win where SGLang lets them.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas.engine.profile import Profile, load_profile
+from eyas.errors import EngineError, RecipeError
+from eyas.run import Run
+from eyas.settings import Engine
+from eyas.target import Target
+
+OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
+_OFFICIAL_CAPTURE_FROM = (0, 5, 23)
+# Models of 0.5.23 with `set_dflash_layers_to_capture`, which adds 1 to every id for all of these; Qwen2 has only the
+# EAGLE-3 one, which adds 1 too. (That of DeepSeek takes ids as they are: models/deepseek_v2.py.)
+_CONVENTION = dict.fromkeys(
+    ("llama", "mistral", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "gpt_oss"), "DFLASH"
+) | {"qwen2": "EAGLE3"}
+
+# Flags that the recipe says elsewhere: argument -> key.
+OWN_FLAGS = {
+    "--model-path": "target.path",
+    "--model": "target.path",
+    "--trust-remote-code": "target.trust_remote_code",
+    "--dtype": "engine.dtype",
+    "--device": "engine.device",
+    "--host": "engine.host",
+    "--port": "engine.port",
+    "--config": "engine.args, one by one: what a file of flags holds can't be checked beforehand",
+    "--enable-return-aux-hidden-states": "drafter.aux_layer_ids",
+    "--return-aux-hidden-state-layer-ids": "drafter.aux_layer_ids",
+}
+
+# Values under which a row's states are wrong or missing, as the server's own parser names them: what is allowed, why.
+WRONG_FOR_CAPTURE: dict[str, tuple[Any, str]] = {
+    "enable_two_batch_overlap": (False, "layers that run as two overlapping batches are never captured"),
+    "enable_mixed_chunk": (False, "decode steps would be mixed into the prefill that is captured"),
+    "enable_layernorm_sp": (False, "the final state reaches the tap split over the ranks"),
+    "enable_pdmux": (False, "prefill and decode run in one step, whose rows can't be told apart"),
+    "pp_size": (1, "with pipeline parallel only the last rank's layers are captured"),
+    "attn_cp_size": (1, "with context parallel each rank holds a part of the rows"),
+    "dcp_size": (1, "with context parallel each rank holds a part of the rows"),
+    "dp_size": (1, "each replica would write to the one ring that has one writer"),
+    "attn_dp_size": (1, "each replica would write to the one ring that has one writer"),
+    "nnodes": (1, "the tap would be missing on the other machines"),
+    "speculative_draft_model_path": (None, "a drafter's forward passes are none of the target's"),
+    "disaggregation_mode": ("null", "prefill and decode would run on two servers"),
+    "is_embedding": (False, "an embedding server has no lm_head"),
+    "disable_radix_cache": (True, "a cached prefix is not computed again: its rows would be missing"),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a server is started.
+
+    Attributes:
+        version, release: of the SGLang in `python`.
+        profile: flags and variables with their reasons.
+        device: "cpu", "cuda", or "" where SGLang finds it.
+        flags: all arguments but host and port.
+        official_flag: 0.5.23's own capture is switched on by `flags`.
+        env: variables on top of `base_env`, without the tap's.
+    """
+
+    python: str
+    version: str
+    release: tuple[int, int, int]
+    profile: Profile
+    device: str
+    host: str
+    flags: list[str]
+    official_flag: bool
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tap(self) -> bool:
+        return self.profile.purpose == "capture"
+
+    def command(self, port: int) -> list[str]:
+        """All words, as they are executed."""
+        listen = ["--host", self.host, "--port", str(port)]
+        return [self.python, "-m", "sglang.launch_server", *self.flags, *listen]
+
+
+def plan_launch(run: Run, target: Target, version: str) -> Launch:
+    """The command for one release. Nothing is looked at but the recipe and whether this machine has a GPU.
+
+    Raises: EngineError for a release outside 0.5.11 to 0.5.23; RecipeError for a flag that another key says, or a
+        device that a server can't be given.
+    """
+    table, profile, release = run.recipe.engine, load_profile(run.recipe.engine.profile), check_release(version)
+    capture, device = profile.purpose == "capture", _device(table)
+    check_own_flags(table.args)
+    flags = ["--model-path", str(target.path), "--dtype", table.dtype, "--random-seed", "0"]
+    flags += ["--trust-remote-code"] if target.trust_remote_code else []
+    flags += ["--device", device] if device else []
+    if device == "cpu":
+        # By itself SGLang on a CPU takes most memory for its KV cache and 16 s to clear it.
+        flags += ["--max-total-tokens", str(max(16384, 4 * run.recipe.data.max_tokens))]
+    for entry in profile.flags_for(release):
+        flags += [entry.flag, entry.value] if entry.value else [entry.flag]
+    flags += table.args
+    ids = target.aux_layer_ids(run.recipe.drafter.aux_layer_ids)
+    aux = aux_flags(ids, target.model_type, release) if capture else []
+    env = {entry.name: entry.value for entry in profile.env} | dict(table.env)
+    return Launch(table.python, version, release, profile, device, table.host, flags + aux, bool(aux), env)
+
+
+def aux_flags(aux_layer_ids: list[int], model_type: str, release: tuple[int, int, int]) -> list[str]:
+    """Flags that make SGLang collect auxiliary states itself; none where the tap has to switch it on.
+
+    Args:
+        aux_layer_ids: in our meaning: id i = residual stream after i decoder layers.
+    """
+    # The flag takes no negative ids, so the embeddings (id 0, their -1) are left to the tap.
+    if release < _OFFICIAL_CAPTURE_FROM or model_type not in _CONVENTION or aux_layer_ids[0] == 0:
+        return []
+    theirs = [str(layer - 1) for layer in aux_layer_ids]
+    flags = ["--enable-return-aux-hidden-states", "--speculative-algorithm", _CONVENTION[model_type]]
+    return [*flags, "--return-aux-hidden-state-layer-ids", *theirs]
+
+
+def check_release(version: str) -> tuple[int, int, int]:
+    """ "0.5.14.post1" -> (0, 5, 14). Raises EngineError outside 0.5.11 to 0.5.23."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?![0-9])", version)
+    release = (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
+    if not OLDEST <= release <= NEWEST:
+        raise EngineError(
+            f"SGLang {version} in engine.python",
+            expected="0.5.11 to 0.5.23: where the tap's hook points and layer-id rules are known",
+            cause="older releases have no plugins, newer ones were not looked at",
+            next="name an environment with one of those: --set engine.python=PATH",
+        )
+    return release
+
+
+def check_own_flags(args: list[str]) -> None:
+    """Raises RecipeError for a flag of `engine.args` that a key of the recipe says."""
+    for word in args:
+        name = word.partition("=")[0]
+        if name in OWN_FLAGS:
+            raise RecipeError(
+                f"engine.args holds {name}",
+                expected="flags that no other key of the recipe sets",
+                next=f"take it out, and say it with {OWN_FLAGS[name]}",
+            )
+
+
+def check_values(values: Mapping[str, Any], launch: Launch) -> None:
+    """Look at the flags as the server's own parser read them.
+
+    Raises: EngineError for a value under which states would be wrong or rows missing.
+    """
+    if not launch.tap:
+        return
+    for name, (allowed, reason) in WRONG_FOR_CAPTURE.items():
+        # None is a default that SGLang fills in later, with what is allowed.
+        if name in values and values[name] not in (allowed, None):
+            flag = "--" + name.replace("_", "-")
+            raise EngineError(
+                f"{flag} is {values[name]!r} on this command line",
+                expected=f"{allowed!r} while hidden states are captured",
+                cause=reason,
+                next=f"take {flag} out of engine.args or the profile",
+            )
+
+
+def base_env(launch: Launch) -> dict[str, str]:
+    """The environment of this process without what belongs to its own interpreter, then what the recipe adds.
+
+    The engine's bin folder goes first on PATH: kernels are compiled with the `ninja` that lies there.
+    """
+    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    env["PATH"] = f"{Path(launch.python).parent}:{env.get('PATH', os.defpath)}"
+    return env | {"PYTHONUNBUFFERED": "1"} | launch.env
+
+
+def has_gpu() -> bool:
+    """Whether the kernel shows an accelerator that SGLang could take: NVIDIA's or AMD's device files."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+
+
+def _device(table: Engine) -> str:
+    if table.device in ("cpu", "cuda"):
+        return table.device
+    if table.device == "auto":
+        return "" if has_gpu() else "cpu"
+    raise RecipeError(
+        f"engine.device = {table.device!r}",
+        expected="auto, cpu or cuda: a server takes several GPUs",
+        next='--set engine.device=cuda; which GPUs: engine.env = { CUDA_VISIBLE_DEVICES = "0,1" }',
+    )
