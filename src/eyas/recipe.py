@@ -154,10 +154,11 @@ def _resolve(recipe: Recipe, path: Path) -> Recipe:
             "template": recipe.data.template and absolute(recipe.data.template),
         }
     )
+    train = recipe.train.model_copy(update={"start": recipe.train.start and absolute(recipe.train.start)})
     target_path = recipe.target.path
     # A hub name ("org/model") looks like a relative path: it is one only if that folder is there.
     if target_path.startswith((".", "~", "/")) or (folder / target_path).exists():
         target_path = absolute(target_path)
     target = recipe.target.model_copy(update={"path": target_path})
     update = {"name": recipe.name or path.stem, "runs_dir": str(Path(recipe.runs_dir).expanduser().resolve())}
-    return recipe.model_copy(update=update | {"data": data, "target": target})
+    return recipe.model_copy(update=update | {"data": data, "target": target, "train": train})

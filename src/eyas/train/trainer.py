@@ -18,8 +18,8 @@ from eyas.data.tokens import Tokens
 from eyas.drafter import fusing
 from eyas.drafter.eagle3 import Drafter, DrafterConfig
 from eyas.drafter.pack import Pack, Stored, fill_packs, pack_samples
-from eyas.drafter.target import TargetHead, load_target_head
-from eyas.drafter.vocab import IntArray, choose_draft_vocab, coverage, to_d2t, to_t2d
+from eyas.drafter.target import load_target_head
+from eyas.drafter.vocab import choose_draft_vocab, coverage
 from eyas.drafter.walk import Acceptance, replay
 from eyas.engine.local import find_device
 from eyas.errors import Interrupted, TrainError
@@ -32,30 +32,11 @@ from eyas.store.reader import StoreReader
 from eyas.target import load_target
 from eyas.train.argmax import load_or_make
 from eyas.train.batch import make_schedule, stream_from
+from eyas.train.beginning import describe_head, new_drafter
 from eyas.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from eyas.train.log import LOG_EVERY, TrainLog
 from eyas.train.loss import PackLoss, pack_loss, row_losses
 from eyas.train.optim import learning_rate, make_optimizer
-
-
-def new_drafter(config: DrafterConfig, draft_ids: IntArray, head: TargetHead, seed: int) -> Drafter:
-    """A drafter to start from: random, but close to what the target itself would read off its deepest aux layer.
-
-    lm_head starts as the target's rows of the draft vocabulary, norm as the target's final norm, and fc passes the
-    deepest aux layer through (plus a little noise). Against fc and norm at random that was worth 0.026 of acceptance
-    length on the demo (1.494 against 1.468 after 3 epochs).
-    """
-    drafter = Drafter(config)
-    drafter.initialise(seed)
-    hidden = config.hidden_size
-    with torch.no_grad():
-        drafter.lm_head.weight.copy_(head.lm_head[torch.from_numpy(draft_ids).to(head.lm_head.device)])
-        drafter.norm.weight.copy_(head.norm)
-        drafter.fc.weight.mul_(0.1)
-        drafter.fc.weight[:, -hidden:].add_(torch.eye(hidden))
-    drafter.d2t.copy_(torch.from_numpy(to_d2t(draft_ids)))
-    drafter.t2d.copy_(torch.from_numpy(to_t2d(draft_ids, config.vocab_size)))
-    return drafter
 
 
 _SUMS = ("per_step", "hits", "rows")
@@ -252,6 +233,8 @@ class Trainer:
         if busy_s:
             counts["tokens_per_s"] = round(tokens / busy_s, 1)
         counts |= {"draft_vocab_size": len(self.drafter.d2t), "draft_vocab_coverage": round(self.coverage, 5)}
+        if self.table.freeze_lm_head:
+            counts["lm_head"] = describe_head(self.drafter, self.lm_head_draft, self.table)
         counts |= {"checkpoint": folder.name, "heldout": acceptance.as_json()}
         return Result(fs.digest_file(folder / "model.safetensors"), counts)
 
