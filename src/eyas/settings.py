@@ -279,8 +279,8 @@ class Drafter(Table):
 class Train(Table):
     start: str = Field(
         "",
-        description="Folder of an EAGLE-3 drafter to go on from, in SGLang's (flat) or speculators' form, or a checkpoint "
-        "of Eyas; empty: a new one. Relative to the recipe file.",
+        description="Folder of an EAGLE-3 drafter to go on from, in SGLang's (flat) or speculators' form or as a "
+        "checkpoint of Eyas; empty: a new one. Relative to the recipe file.",
     )
     draft_vocab_size: int = Field(
         32000, ge=16, description="Size of the draft vocabulary, tokens; at most the target's."

@@ -16,7 +16,7 @@ import torch
 from eyas import fs
 from eyas.data.tokens import Tokens
 from eyas.drafter import fusing
-from eyas.drafter.eagle3 import Drafter, DrafterConfig
+from eyas.drafter.eagle3 import DrafterConfig
 from eyas.drafter.pack import Pack, Stored, fill_packs, pack_samples
 from eyas.drafter.target import load_target_head
 from eyas.drafter.vocab import choose_draft_vocab, coverage
@@ -37,7 +37,6 @@ from eyas.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from eyas.train.log import LOG_EVERY, TrainLog
 from eyas.train.loss import PackLoss, pack_loss, row_losses
 from eyas.train.optim import learning_rate, make_optimizer
-
 
 _SUMS = ("per_step", "hits", "rows")
 
