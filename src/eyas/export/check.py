@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from eyas.errors import ExportError
 from eyas.export.form import ARCHITECTURE, CONFIG_FILE, NORM_SWITCHES, WEIGHTS_FILE, tensor_shapes
-from eyas.export.layer_ids import sglang_captures
+from eyas.drafter.layer_ids import sglang_captures
 from eyas.target import Target
 
 _SIZES = (

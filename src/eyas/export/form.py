@@ -9,7 +9,7 @@ from typing import Any
 
 from eyas import __version__
 from eyas.drafter.eagle3 import DrafterConfig
-from eyas.export.layer_ids import sglang_layer_ids, vllm_layer_ids
+from eyas.drafter.layer_ids import sglang_layer_ids, vllm_layer_ids
 from eyas.target import Target
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"

@@ -77,5 +77,5 @@ def _refuse_unknown(model_type: str, version: str) -> None:
         raise ExportError(
             f"target of model_type {model_type!r}: how SGLang reads layer ids for it is not known",
             expected=f"one of {', '.join(sorted(_ADDS_ONE | _DEEPSEEK | {'gpt_oss'}))}",
-            cause="a model family that was added to eyas.target without its rule in eyas.export.layer_ids",
+            cause="a model family that was added to eyas.target without its rule in eyas.drafter.layer_ids",
         )
