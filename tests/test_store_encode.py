@@ -89,16 +89,6 @@ def test_the_error_is_that_of_the_layers() -> None:
     assert torch.equal(every[rows], made.error[rows]) and (every > 0).all() and not made.error[1:16].any()
 
 
-def test_what_is_encoded_is_a_copy() -> None:
-    """The engine writes its next batch over the states that were given."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for encoding in ("bf16", "fp8"):
-            states = torch.randn(5, 3, 64).to(dtype)
-            made, before = encode(states, encoding), encode(states.clone(), encoding)
-            states.zero_()
-            assert torch.equal(made.values.view(torch.int8), before.values.view(torch.int8))
-
-
 def test_the_store_reports_it(tmp_path: Path) -> None:
     from helpers_store import make_manifest, make_samples, write_store
 

@@ -38,14 +38,14 @@ class Encoded(NamedTuple):
 
 
 def encode(states: Tensor, encoding: str, every: int = 0) -> Encoded:
-    """Encode float states [n, 3, H] or [n, H] as `bf16` or `fp8`, on their own device, into memory of their own.
+    """Encode float states [n, 3, H] or [n, H] as `bf16` or `fp8`, on their own device. On a GPU nothing waits for it.
 
     Args:
+        states: bfloat16 ones come back as they are, without a copy, where `encoding` is bf16.
         every: the error is measured on every so many-th row; 0: on all rows on a GPU, every 16th on a CPU.
-    On a GPU nothing here waits for it.
     """
     if encoding == "bf16":
-        values = states.to(torch.bfloat16, memory_format=torch.contiguous_format, copy=True)
+        values = states.to(torch.bfloat16).contiguous()
         return Encoded(values, None, row_faults(values), None)
     values, scales = _encode_fp8(states)
     error = torch.zeros(*states.shape[:-1], 2, dtype=torch.float32, device=states.device)

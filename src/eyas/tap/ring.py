@@ -1,19 +1,18 @@
 """Rows on their way from the engine's process to the capture worker: a byte ring in a file of shared memory.
 
-One producer process (the tap) and one consumer process. What travels is a *block*: the rows of one forward pass, or a
-part of them, contiguous, 64-byte aligned. `head` and `tail` count bytes since the ring was made, so that their
-difference is what lies in it; a block that would cross the end of the memory is preceded by a filler up to the end.
-The producer reserves blocks, writes them and publishes them in that order; the consumer reads published blocks in
-order and releases them in any.
+One producer process (the tap) and one consumer process. What travels is a *block* (`tap.block`), contiguous and 64-byte
+aligned. `head` and `tail` count bytes since the ring was made, so that their difference is what lies in it; a block
+that would cross the end of the memory is preceded by a filler up to the end. The producer reserves blocks, writes them
+and publishes them in that order; the consumer reads published blocks in order and releases them in any.
 
     0     magic, format, capacity, length of the layout's JSON, the JSON          written once
     1024  the producer's counters, 8 bytes each, little-endian
     2048  the consumer's counters
     4096  the blocks: `capacity` bytes
 
-A block: 64 bytes of header (size, rows, length of the segments' JSON, running number), the segments as JSON
-[[rid, start, length], ...], then the tensors of `_fields`. Counters and data need no lock: each counter has one
-writer, 8 aligned bytes are stored at once, and x86-64 shows stores to other cores in the order they were made.
+A block's header: size, rows, length of its segments' JSON, running number; a filler has no rows. Nothing is locked
+between the processes: each counter has one writer, 8 aligned bytes are stored at once, and x86-64 shows stores to other
+cores in the order in which they were made.
 """
 
 import errno
@@ -28,51 +27,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from .encode import DTYPES, Encoded
+from .block import ALIGN, Block, Layout, Rows, Segment, Slot, place, row_bytes, table, up, view
 
-AUX_LAYERS = 3
+__all__ = ["Block", "Counters", "Layout", "Ring", "RingError", "Rows", "Segment", "Slot", "least_capacity", "row_bytes"]
+
 FORMAT = 1
 HEADER_BYTES = 4096
-STALE_NS = 10_000_000_000  # a consumer that hasn't beaten for 10 s while the ring is full is taken for stopped
+STALE_S = 10.0  # a consumer that hasn't beaten for so long while the ring is full is taken for stopped
 
 _MAGIC = b"EYASRING"
-_ALIGN = 64
 _BLOCK = struct.Struct("<QQQQ")
-_PRODUCER = {
-    "head": 0,
-    "producer_pid": 1,
-    "reserved_rows": 2,
-    "rows": 3,
-    "blocks": 4,
-    "dropped_rows": 5,
-    "waited_ns": 6,
-}
-_CONSUMER = {"tail": 0, "consumer_pid": 1, "heartbeat_ns": 2, "released_rows": 3}
-_PLACES = {name: (1024 >> 3) + at for name, at in _PRODUCER.items()} | {
-    name: (2048 >> 3) + at for name, at in _CONSUMER.items()
-}
+_PRODUCER = ("head", "producer_pid", "reserved_rows", "rows", "blocks", "dropped_rows", "waited_ns")
+_CONSUMER = ("tail", "consumer_pid", "heartbeat_ns", "released_rows")
+_WORDS = {name: at for first, names in ((128, _PRODUCER), (256, _CONSUMER)) for at, name in enumerate(names, first)}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
 
 
 class RingError(Exception):
     """The file is no ring of this format, or somebody else uses it."""
-
-
-class Segment(NamedTuple):
-    """Rows of request `rid` at positions start..start+length of its token ids."""
-
-    rid: str
-    start: int
-    length: int
-
-
-class Layout(NamedTuple):
-    """What a row holds: 3 aux states and the final state of one token, encoded as `tap.encode` does."""
-
-    hidden_size: int
-    encoding: str
-    final_encoding: str
 
 
 class Counters(NamedTuple):
@@ -83,7 +56,7 @@ class Counters(NamedTuple):
         reserved_rows: rows that found room. While it exceeds `rows` some are still on their way from the GPU.
         rows, blocks: published.
         released_rows: given back by consumers.
-        dropped_rows: rows that found none, whatever the reason.
+        dropped_rows: rows that were not kept, whatever the reason.
         waited_s: time the engine's forward path spent waiting for room.
         producer_pid, consumer_pid: 0 where there is none.
     """
@@ -98,52 +71,6 @@ class Counters(NamedTuple):
     waited_s: float
     producer_pid: int
     consumer_pid: int
-
-
-class Slot(NamedTuple):
-    """A reserved block: its tensors, as views on the ring, to be filled before it is published.
-
-    Attributes:
-        rows: number of rows n.
-        token_ids: int32 [n].
-        aux: values [n, 3, H], scales and error as in Encoded ([n, 3] and [n, 3, 2]; None for bf16), faults [n, 3].
-        final: values [n, H], scales [n], faults [n], error [n, 2].
-        begin, end: place in the ring, in bytes since it was made; a filler before the block is included.
-    """
-
-    rows: int
-    token_ids: Tensor
-    aux: Encoded
-    final: Encoded
-    begin: int
-    end: int
-
-
-class Block:
-    """A published block, as the consumer sees it. Its tensors are views on the ring, valid until it is released.
-
-    Attributes:
-        segments: whose rows these are, in order.
-        rows: the sum of their lengths.
-        token_ids, aux, final: all rows, as in Slot.
-    """
-
-    def __init__(self, segments: list[Segment], slot: Slot) -> None:
-        self.segments, self.rows, self.end = segments, slot.rows, slot.end
-        self.token_ids, self.aux, self.final = slot.token_ids, slot.aux, slot.final
-        self._firsts = [0]
-        for segment in segments:
-            self._firsts.append(self._firsts[-1] + segment.length)
-
-    def piece(self, i: int, mask_rows: Tensor | None = None) -> tuple[Tensor, Encoded, Encoded]:
-        """Token ids, aux states and final states of segment `i`: views, valid until the block is released.
-
-        Args:
-            mask_rows: bool [length]: the rows whose final states are wanted, which then are a copy; None: all.
-        """
-        rows = slice(self._firsts[i], self._firsts[i + 1])
-        final = _cut(self.final, rows)
-        return self.token_ids[rows], _cut(self.aux, rows), final if mask_rows is None else _cut(final, mask_rows)
 
 
 class Ring:
@@ -177,7 +104,7 @@ class Ring:
             capacity_bytes: room for blocks, rounded up to whole pages; at least `least_capacity(layout)`.
         Raises: OSError (ENOSPC, EEXIST); ValueError for a capacity too small.
         """
-        capacity = _up(capacity_bytes, mmap.PAGESIZE)
+        capacity = up(capacity_bytes, mmap.PAGESIZE)
         if capacity < least_capacity(layout):
             raise ValueError(f"a ring of {capacity_bytes} bytes; at least {least_capacity(layout)} for {layout}")
         text = json.dumps(layout._asdict()).encode()
@@ -214,7 +141,7 @@ class Ring:
             self._lock_file = -1
 
     def counters(self) -> Counters:
-        """Totals, read by anyone, also while others write."""
+        """Totals; anyone may ask, also while others write."""
         get = self._get
         tail = get("tail")  # before head: a tail that is read later might be past it
         return Counters(
@@ -230,15 +157,21 @@ class Ring:
             get("consumer_pid"),
         )
 
-    # The producer's side.
+    # The producer's side. `reserve` and `abandon` belong to one thread, `publish` to one, the same or another.
 
     def open_writer(self) -> None:
-        """Become the producer."""
+        """Become the producer.
+
+        Raises: RingError where another living process is it.
+        """
+        pid = self._get("producer_pid")
+        if pid not in (0, os.getpid()) and _lives(pid):
+            raise RingError(f"{self.path}: process {pid} writes this ring")
         self._set("producer_pid", os.getpid())
 
     def most_rows(self, segments: list[Segment]) -> int:
-        """Rows that a block may have with these segments or some of them: no block takes over a quarter of the ring."""
-        return (self.capacity // 4 - _table_bytes(segments) - _ALIGN * 12) // row_bytes(self.layout)
+        """Rows that a block may have with these segments or some of them, so that it takes a quarter of the ring."""
+        return (self.capacity // 4 - len(table(segments)) - ALIGN * 12) // row_bytes(self.layout)
 
     def reserve(self, rows: int, segments: list[Segment], patience_s: float) -> Slot | None:
         """Room for `rows` rows, or None where there is none: they are counted as dropped, `dropping` says why.
@@ -249,7 +182,8 @@ class Ring:
 
         Raises: ValueError where the block would take over half of the ring.
         """
-        size, starts = _place(self.layout, rows, _table_bytes(segments))
+        text = table(segments)
+        size, starts = place(self.layout, rows, len(text))
         if size > self.capacity // 2:
             raise ValueError(f"a block of {size} bytes in a ring of {self.capacity}")
         at = self._reserved % self.capacity
@@ -261,12 +195,12 @@ class Ring:
         begin, first = self._reserved, self._reserved + filler
         if filler:
             self._write_block_header(begin, (filler, 0, 0, 0), b"")
-        text = _table(segments)
         self._write_block_header(first, (size, rows, len(text), self._number), text)
         self._number += 1
         self._reserved = first + size
         self._add("reserved_rows", rows)
-        return self._slot(begin, first, size, rows, starts)
+        views = view(self.memory, HEADER_BYTES + first % self.capacity, self.layout, rows, starts)
+        return Slot(rows, *views, begin, first + size)
 
     def publish(self, slot: Slot) -> None:
         """Show a filled block to the consumer.
@@ -291,39 +225,36 @@ class Ring:
 
     def _wait_for(self, size: int, patience_s: float) -> str:
         """Wait until `size` bytes are free; returns why they are not, or nothing."""
-        began, pause = time.monotonic(), 0.0002
+        began, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
-            absent = self._consumer_absent()
-            tail = self._get("tail")
-            if absent or self._reserved + size - tail <= self.capacity:
+            why, tail = self._reader_absent(), self._get("tail")
+            if why or self._reserved + size - tail <= self.capacity:
                 break
-            waited = time.monotonic() - began
-            beaten_s = (time.monotonic_ns() - self._get("heartbeat_ns")) / 1e9
-            if tail == self._gave_up_at:
-                absent = "the ring is full and its reader has released nothing since it was given up"
-            elif waited >= patience_s:
-                absent = f"the ring has been full for {waited:.1f} s"
-            elif beaten_s * 1e9 > STALE_NS:
-                absent = f"the ring is full and its reader has been silent for {beaten_s:.1f} s"
-            if absent:
+            why = self._hopeless(tail, time.monotonic() - began, patience_s)
+            if why:
                 self._gave_up_at = tail
                 break
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.01)
-        if pause > 0.0002:
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        if pause > _FIRST_PAUSE_S:
             self._add("waited_ns", int((time.monotonic() - began) * 1e9))
-        return absent
+        return why
 
-    def _consumer_absent(self) -> str:
+    def _reader_absent(self) -> str:
         pid = self._get("consumer_pid")
         if pid == 0:
             return "nobody reads the ring"
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return f"the ring's reader, process {pid}, has ended"
-        except PermissionError:  # it lives, under another user
-            pass
+        return "" if _lives(pid) else f"the ring's reader, process {pid}, has ended"
+
+    def _hopeless(self, tail: int, waited_s: float, patience_s: float) -> str:
+        """Why a full ring is not waited for any longer."""
+        silent_s = (time.monotonic_ns() - self._get("heartbeat_ns")) / 1e9
+        if tail == self._gave_up_at:
+            return "the ring is full, and its reader has released nothing since that was waited for"
+        if silent_s > STALE_S:
+            return f"the ring is full and its reader has been silent for {silent_s:.1f} s"
+        if waited_s >= patience_s:
+            return f"the ring has been full for {waited_s:.1f} s"
         return ""
 
     # The consumer's side.
@@ -347,7 +278,8 @@ class Ring:
         self._set("consumer_pid", os.getpid())
 
     def beat(self) -> None:
-        """Tell the producer that the consumer lives: at least every few seconds. `read` and `release` do it too."""
+        """Tell the producer that the consumer lives: at least every few seconds, from a thread that nothing else holds
+        up. `read` and `release` do it too."""
         self._set("heartbeat_ns", time.monotonic_ns())
 
     def read(self, timeout_s: float) -> Block | None:
@@ -355,7 +287,7 @@ class Ring:
 
         Raises: RingError where the memory doesn't hold what was published.
         """
-        deadline, pause = time.monotonic() + timeout_s, 0.0002
+        deadline, pause = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while True:
             self.beat()
             if self._get("head") > self._cursor:
@@ -364,10 +296,10 @@ class Ring:
             if left <= 0:
                 return None
             time.sleep(min(pause, left))
-            pause = min(pause * 1.5, 0.005)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
     def release(self, block: Block) -> None:
-        """Give a block's memory back; its views must no longer be used. Any thread, any order."""
+        """Give a block's memory back; its views must no longer be used. Any thread, any order, once."""
         with self._lock:
             if self._outstanding.get(block.end, True):
                 raise RuntimeError(f"the block that ends at {block.end} is released already")
@@ -381,21 +313,21 @@ class Ring:
         self.beat()
 
     def _next_block(self) -> Block:
-        begin, first = self._cursor, self._cursor
+        first = self._cursor
         size, rows, length, number = self._block_header(first)
         if rows == 0:  # a filler
             first += size
             size, rows, length, number = self._block_header(first)
-        table = HEADER_BYTES + first % self.capacity + _ALIGN
-        if size < _ALIGN + length or not 0 < first + size <= self._get("head"):
-            raise RingError(
-                f"{self.path}: block {number} of {size} bytes at {first}; published up to {self._get('head')}"
-            )
-        segments = [Segment(*entry) for entry in json.loads(bytes(self._bytes[table : table + length]))]
-        planned, starts = _place(self.layout, rows, length)
-        if planned != size or sum(segment.length for segment in segments) != rows:
-            raise RingError(f"{self.path}: block {number} has {size} bytes and {rows} rows; {planned} by its segments")
-        block = Block(segments, self._slot(begin, first, size, rows, starts))
+        base, head = HEADER_BYTES + first % self.capacity, self._get("head")
+        planned, starts = place(self.layout, rows, length)
+        if planned != size or first + size > head:
+            raise RingError(f"{self.path}: at {first} a block of {size} bytes, {planned} by its header; head {head}")
+        entries = json.loads(bytes(self._bytes[base + ALIGN : base + ALIGN + length]))
+        block = Block(
+            [Segment(*entry) for entry in entries], view(self.memory, base, self.layout, rows, starts), first + size
+        )
+        if block.rows != rows:
+            raise RingError(f"{self.path}: block {number} has {rows} rows, {block.rows} by its segments")
         with self._lock:
             self._cursor = block.end
             self._outstanding[block.end] = False
@@ -403,90 +335,38 @@ class Ring:
 
     # Both.
 
-    def _slot(self, begin: int, first: int, size: int, rows: int, starts: list[int]) -> Slot:
-        base = HEADER_BYTES + first % self.capacity
-        views: dict[str, Tensor] = {}
-        for (name, dtype, shape), start in zip(_fields(self.layout), starts, strict=True):
-            length = _bytes_of(dtype, shape) * rows
-            views[name] = self.memory[base + start : base + start + length].view(dtype).view(rows, *shape)
-        parts = [
-            Encoded(*(views.get(f"{kind}_{name}") for name in ("values", "scales", "faults", "error")))  # type: ignore[arg-type]
-            for kind in ("aux", "final")
-        ]
-        return Slot(rows, views["token_ids"], parts[0], parts[1], begin, first + size)
-
-    def _write_block_header(self, place: int, values: tuple[int, int, int, int], table: bytes) -> None:
-        at = HEADER_BYTES + place % self.capacity
+    def _write_block_header(self, where: int, values: tuple[int, int, int, int], text: bytes) -> None:
+        at = HEADER_BYTES + where % self.capacity
         _BLOCK.pack_into(self._bytes, at, *values)
-        self._bytes[at + _ALIGN : at + _ALIGN + len(table)] = table
+        self._bytes[at + ALIGN : at + ALIGN + len(text)] = text
 
-    def _block_header(self, place: int) -> tuple[int, int, int, int]:
-        size, rows, length, number = _BLOCK.unpack_from(self._bytes, HEADER_BYTES + place % self.capacity)
+    def _block_header(self, where: int) -> tuple[int, int, int, int]:
+        size, rows, length, number = _BLOCK.unpack_from(self._bytes, HEADER_BYTES + where % self.capacity)
         return size, rows, length, number
 
     def _get(self, name: str) -> int:
-        return self._words[_PLACES[name]]
+        return self._words[_WORDS[name]]
 
     def _set(self, name: str, value: int) -> None:
-        self._words[_PLACES[name]] = value
+        self._words[_WORDS[name]] = value
 
     def _add(self, name: str, value: int) -> None:
-        self._words[_PLACES[name]] += value
-
-
-def row_bytes(layout: Layout) -> int:
-    """Bytes of one row in the ring."""
-    return sum(_bytes_of(dtype, shape) for _, dtype, shape in _fields(layout))
+        self._words[_WORDS[name]] += value
 
 
 def least_capacity(layout: Layout) -> int:
     """The smallest ring that makes sense: a quarter of it holds 16 rows and the segments of some requests."""
-    return _up(4 * (16 * row_bytes(layout) + 16384), mmap.PAGESIZE)
+    return up(4 * (16 * row_bytes(layout) + 16384), mmap.PAGESIZE)
 
 
-def _fields(layout: Layout) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of a row of each tensor of a block, in the order they lie in it."""
-    hidden, wide = layout.hidden_size, (AUX_LAYERS,)
-    fields: list[tuple[str, torch.dtype, tuple[int, ...]]] = [("token_ids", torch.int32, ())]
-    for kind, encoding, shape in (("aux", layout.encoding, wide), ("final", layout.final_encoding, ())):
-        fields.append((f"{kind}_values", DTYPES[encoding], (*shape, hidden)))
-        fields.append((f"{kind}_faults", torch.int8, shape))
-        if encoding == "fp8":
-            fields.append((f"{kind}_scales", torch.float32, shape))
-            fields.append((f"{kind}_error", torch.float32, (*shape, 2)))
-    return fields
-
-
-def _place(layout: Layout, rows: int, table_bytes: int) -> tuple[int, list[int]]:
-    """Bytes of a block, and where each of its tensors starts."""
-    at, starts = _up(_ALIGN + table_bytes, _ALIGN), []
-    for _, dtype, shape in _fields(layout):
-        starts.append(at)
-        at += _up(_bytes_of(dtype, shape) * rows, _ALIGN)
-    return at, starts
-
-
-def _bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size
-
-
-def _table(segments: list[Segment]) -> bytes:
-    return json.dumps(segments, separators=(",", ":")).encode()
-
-
-def _table_bytes(segments: list[Segment]) -> int:
-    return len(_table(segments))
-
-
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-def _cut(part: Encoded, rows: slice | Tensor) -> Encoded:
-    return Encoded(*(None if tensor is None else tensor[rows] for tensor in part))  # type: ignore[arg-type]
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # under another user
+        return True
+    return True
 
 
 def _read_header(path: str, mapped: mmap.mmap) -> tuple[Layout, int]:
