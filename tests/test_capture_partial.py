@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from eyas.engine.partial import PartialDecoder, Unchecked, embeddings
+from eyas.engine.partial import PartialDecoder, Unchecked, embeddings, lm_head
 from eyas.settings import Target as TargetTable
 from eyas.target import Target, load_target
 
@@ -83,7 +83,8 @@ def whole_states(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], tor
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_alone_equal_the_whole_model(name: str, tmp_path: Path) -> None:
-    entering, final = whole_states(make_family(tmp_path, name), ids := torch.arange(3, 43))
+    model = make_family(tmp_path, name)
+    entering, final = whole_states(model, ids := torch.arange(3, 43))
     target = target_of(tmp_path)
     torch.testing.assert_close(embeddings(target, ids.tolist()), entering[0])
 
@@ -93,11 +94,14 @@ def test_layers_alone_equal_the_whole_model(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(states, entering[layer_id], rtol=1e-4, atol=1e-5)
 
     tail = PartialDecoder(target, 2, 6, CPU)
-    for start in (2, 3, 4, 5, 2):
+    entering.append(tail.run(entering[5], 5).entering[6])  # before the norm, which Transformers doesn't show
+    for start in (2, 3, 4, 5, 2, 6):
         outcome = tail.run(entering[start], start)
         assert outcome.final is not None and sorted(outcome.entering) == list(range(start, 7))
         torch.testing.assert_close(outcome.final, final, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(outcome.entering[5], entering[5], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(outcome.entering[6], entering[6], rtol=1e-4, atol=1e-4)
+    with torch.inference_mode():
+        torch.testing.assert_close(final @ lm_head(target).T, model.lm_head(final))
 
 
 def test_a_wrapper_and_blocks_of_fp8(tmp_path: Path) -> None:

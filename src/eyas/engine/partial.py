@@ -23,8 +23,8 @@ from eyas.target import Target
 
 # Kimi-K2 is DeepSeek-V3's architecture under another name; its wrapper keeps it in text_config.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
-_PLAIN = ("F64", "F32", "BF16", "F16")
-_EMBEDDING = "embed_tokens.weight"
+_TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _BLOCK_SCALE = "_scale_inv"  # DeepSeek-V3's name: fp8 weights, one float32 factor for each block of 128 x 128
 
 
@@ -73,7 +73,7 @@ class PartialDecoder:
 
         Args:
             states: float [T, H], the residual stream that enters layer `start`.
-            start: first..last-1; None: `first`.
+            start: first..last, `last` for the norm alone; None: `first`.
         """
         start = self.first if start is None else start
         kept: list[Tensor] = []
@@ -117,11 +117,23 @@ def embeddings(target: Target, token_ids: Sequence[int]) -> Tensor:
     rows: dict[int, Tensor] = {}
     with safe_open(target.weight_files[name], framework="pt") as handle:
         matrix = handle.get_slice(name)
-        if matrix.get_dtype() not in _PLAIN:
+        if matrix.get_dtype() not in _TORCH:
             raise Unchecked(f"the embedding is {matrix.get_dtype()}")
         for index in sorted(set(token_ids)):
             rows[index] = matrix[index : index + 1][0].float()
     return torch.stack([rows[index] for index in token_ids])
+
+
+def lm_head(target: Target) -> Tensor:
+    """The matrix [V, H] that makes logits out of the final state, as it is stored; the embedding where it is tied.
+
+    Raises: Unchecked where it is quantised; TargetError where there is none.
+    """
+    names = [name for name in target.weight_files if name == _LM_HEAD or name.endswith(f".{_LM_HEAD}")]
+    tensor = _read(target, names[0] if names else _prefix(target) + _EMBEDDING)
+    if tensor.dtype not in _TORCH.values():
+        raise Unchecked(f"lm_head is {tensor.dtype}")
+    return tensor[: target.vocab_size]
 
 
 def _prefix(target: Target) -> str:
@@ -158,14 +170,11 @@ def _stored_bytes(target: Target, names: Sequence[str]) -> tuple[int, int]:
                 piece = handle.get_slice(name)
                 dtype, count = piece.get_dtype(), torch.Size(piece.get_shape()).numel()
                 blocks = dtype == "F8_E4M3" and name + _BLOCK_SCALE in target.weight_files
-                if dtype not in _PLAIN and not blocks:
+                if dtype not in _TORCH and not blocks:
                     raise Unchecked(f"{name} is {dtype}: this form of quantised weights isn't undone here")
                 values += count
                 raw += count * (1 if blocks else torch.finfo(_TORCH[dtype]).bits // 8)
     return values, raw
-
-
-_TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def _affordable(amounts: tuple[int, int], device: torch.device) -> torch.dtype:
