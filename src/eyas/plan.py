@@ -3,15 +3,12 @@
 Counts come from `prepare` where it has run, else from the sources' budgets, else from what the user says.
 """
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
-from eyas import fs
 from eyas.data.presets import PRESETS
 from eyas.data.read import source_files
-from eyas.data.tokens import MANIFEST
 from eyas.errors import DataError, RecipeError, TargetError
+from eyas.need import Need, both_units, counted, room
 from eyas.run import Run
 from eyas.settings import Source
 from eyas.target import load_target
@@ -20,49 +17,17 @@ from eyas.target import load_target
 _ASSUMED_SHARE = 0.6
 
 
-@dataclass(frozen=True)
-class Need:
-    """What is to be captured.
-
-    Attributes:
-        tokens: how many, and `tokens_from` says where that number comes from.
-        share: supervised tokens / tokens, and `share_from` says where that comes from.
-        hidden_size: H of the target.
-    """
-
-    tokens: int
-    tokens_from: str
-    share: float
-    share_from: str
-    hidden_size: int
-
-    def store_bytes(self, encoding: str, final_encoding: str) -> float:
-        """Aux states of three layers for every token, the final state of supervised ones, and 5 bytes of id and mask.
-
-        bf16: 6H + 2fH; fp8: 3H + 12 (scales) + 2fH; fp8 final states too: 3H + 12 + f(H + 4).
-        """
-        h, f = self.hidden_size, self.share
-        aux = 6 * h if encoding == "bf16" else 3 * h + 12
-        final = 2 * h if final_encoding == "bf16" else h + 4
-        return self.tokens * (aux + f * final + 5)
-
-    def four_states_bytes(self) -> int:
-        """Four bf16 states for every token, as other tools keep them: 8H a token."""
-        return self.tokens * 8 * self.hidden_size
-
-
 def find_need(run: Run, *, tokens: int, share: float, hidden_size: int) -> Need:
     """Numbers given by the user go first (0: not given), then what prepare counted, then budgets and the target.
 
     Raises: RecipeError naming the option that says what can't be known yet.
     """
-    manifest = run.tokens_dir / MANIFEST
-    counted = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+    counts = counted(run)
     budgets = [source.budget_tokens for source in run.recipe.data.sources]
     if tokens:
         tokens_from = "--tokens"
-    elif counted:
-        tokens, tokens_from = counted["tokens"], "counted by prepare"
+    elif counts:
+        tokens, tokens_from = counts["tokens"], "counted by prepare"
     elif any(budgets):
         uncounted = budgets.count(0)
         tokens, tokens_from = sum(budgets), "the sources' budgets"
@@ -74,8 +39,8 @@ def find_need(run: Run, *, tokens: int, share: float, hidden_size: int) -> Need:
             next=f"{run.command('prepare')}   # counts them; or say --tokens N",
         )
     share_from = "--share"
-    if not share and counted:
-        share, share_from = counted["supervised_tokens"] / max(counted["tokens"], 1), "counted by prepare"
+    if not share and counts:
+        share, share_from = counts["supervised_tokens"] / max(counts["tokens"], 1), "counted by prepare"
     elif not share:
         share, share_from = _ASSUMED_SHARE, "assumed; prepare counts it"
     return Need(tokens, tokens_from, share, share_from, hidden_size or _hidden_size(run))
@@ -124,29 +89,14 @@ def _source_line(source: Source) -> str:
 
 
 def _shortfalls(run: Run, store_bytes: float) -> list[str]:
-    if "://" in run.store_url:
+    found, store = room(run, store_bytes), run.recipe.store
+    if found is None:
         return [f"disk      {run.store_url}: room there is not checked"]
-    folder = next(path for path in (Path(run.store_url), *Path(run.store_url).parents) if path.exists())
-    free, floor, budget = fs.free_bytes(folder), run.recipe.store.min_free_bytes, run.recipe.store.max_bytes
-    lines = [f"disk      {both_units(free)} free at {folder}"]
-    if store_bytes > free - floor:
-        lacking = both_units(store_bytes - free + floor)
+    lines = [f"disk      {both_units(found.free_bytes)} free at {found.folder}"]
+    if found.lacking_bytes:
+        lacking = both_units(found.lacking_bytes)
         lines.append(f"short:    disk, by {lacking} (store.min_free_bytes included); fp8 or another store.url helps")
-    if budget and store_bytes > budget:
-        lines.append(f"short:    store.max_bytes = {both_units(budget)}, by {both_units(store_bytes - budget)}")
+    if found.over_budget_bytes:
+        over = both_units(found.over_budget_bytes)
+        lines.append(f"short:    store.max_bytes = {both_units(store.max_bytes)}, by {over}")
     return lines
-
-
-def both_units(amount: float) -> str:
-    """Decimal and binary: 5.034e12 -> "5.03 TB (4.58 TiB)"."""
-    return f"{_scaled(amount, 1000, ('B', 'kB', 'MB', 'GB', 'TB', 'PB'))} ({_scaled(amount, 1024, _BINARY)})"
-
-
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
-    power = 0
-    while amount >= base and power < len(units) - 1:
-        amount, power = amount / base, power + 1
-    return f"{amount:.2f} {units[power]}"

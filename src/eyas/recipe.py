@@ -160,5 +160,9 @@ def _resolve(recipe: Recipe, path: Path) -> Recipe:
     if target_path.startswith((".", "~", "/")) or (folder / target_path).exists():
         target_path = absolute(target_path)
     target = recipe.target.model_copy(update={"path": target_path})
+    python, profile = recipe.engine.python, recipe.engine.profile
+    engine_paths = {"python": absolute(python) if "/" in python else python}
+    engine_paths["profile"] = absolute(profile) if profile.endswith(".toml") else profile
+    engine = recipe.engine.model_copy(update=engine_paths)
     update = {"name": recipe.name or path.stem, "runs_dir": str(Path(recipe.runs_dir).expanduser().resolve())}
-    return recipe.model_copy(update=update | {"data": data, "target": target, "train": train})
+    return recipe.model_copy(update=update | {"data": data, "target": target, "engine": engine, "train": train})

@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas.errors import EngineError, RecipeError
+from eyas.settings import Engine
+
 ENGINES = ("sglang", "vllm")
+_USUAL_PLACES = ("/opt", "/opt/conda/envs", "~", "~/.venvs", "~/miniconda3/envs", "~/.cache/eyas/venvs")
+_MOST_PROBES = 20
 _PROBE_S = 10
 # find_spec as well as the version: metadata alone may be left over from an uninstalled package.
 _PROBE = f"""
@@ -66,3 +71,47 @@ def probe(python: Path, env: Mapping[str, str] | None = None) -> Interpreter:
         return Interpreter(python, {}, error.strerror or str(error))
     except ValueError:
         return Interpreter(python, {}, "its answer is not a Python interpreter's")
+
+
+def find_engine(table: Engine) -> Interpreter:
+    """engine.python, if it holds SGLang; else an error that shows where the engines of this machine are.
+
+    Raises: EngineError, RecipeError.
+    """
+    if not table.python:
+        raise RecipeError(
+            "engine.python is empty", expected="the interpreter of the environment that holds SGLang", next=_elsewhere()
+        )
+    if "/" not in table.python:
+        python = Path(shutil.which(table.python) or table.python)
+    else:
+        # abspath, not resolve(): a virtual environment's python is a link to the one it was made from.
+        python = Path(os.path.abspath(Path(table.python).expanduser()))  # noqa: PTH100
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | table.env
+    found = probe(python, env)
+    if found.fault:
+        raise EngineError(
+            f"engine.python = {python}: {found.fault}", expected="a Python interpreter", next=_elsewhere(python)
+        )
+    if "sglang" not in found.engines:
+        holds = ", ".join(f"{name} {version}" for name, version in found.engines.items()) or "no engine"
+        path = " PYTHONPATH of this shell is not passed on: say it in engine.env." if "PYTHONPATH" in os.environ else ""
+        raise EngineError(
+            f"{python}: No module named sglang (it holds {holds})",
+            expected="the interpreter of the environment that SGLang is installed in",
+            cause=f"another environment's or the system's Python.{path}",
+            next=_elsewhere(python),
+        )
+    return found
+
+
+def _elsewhere(asked: Path | None = None) -> str:
+    """Which SGLang other interpreters of this machine hold, as the next step."""
+    usual = [path for place in _USUAL_PLACES for path in Path(place).expanduser().glob("*/bin/python")]
+    places = [*find_interpreters(), *(probe(path) for path in usual[:_MOST_PROBES])]
+    holders = {str(other.path): other.engines["sglang"] for other in places if "sglang" in other.engines}
+    holders.pop(str(asked), None)
+    if not holders:
+        return "no interpreter on PATH or in the usual places holds SGLang; name one: --set engine.python=PATH"
+    found = "; ".join(f"{path} holds SGLang {version}" for path, version in holders.items())
+    return f"--set engine.python={next(iter(holders))}   ({found})"

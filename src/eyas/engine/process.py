@@ -64,14 +64,15 @@ def members(session: int, mark: str) -> list[psutil.Process]:
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if (session and os.getsid(process.pid) == session) or (mark and _mark(process) == mark):
+            if (session and os.getsid(process.pid) == session) or (mark and mark_of_process(process) == mark):
                 found.append(process)
         except (*_GONE, ProcessLookupError, psutil.AccessDenied, PermissionError):
             continue
     return found
 
 
-def _mark(process: psutil.Process) -> str:
+def mark_of_process(process: psutil.Process) -> str:
+    """The value of EYAS_SERVER in its environment; "" without one."""
     try:
         return str(process.environ().get(MARK, ""))
     except (*_GONE, psutil.AccessDenied, OSError):  # another user's, or a kernel thread
@@ -154,6 +155,14 @@ def command_of(pid: int) -> str:
         return ""
     text = " ".join(words)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def mark_of(pid: int) -> str:
+    """`mark_of_process` by pid; "" where it is gone."""
+    try:
+        return mark_of_process(psutil.Process(pid))
+    except _GONE:
+        return ""
 
 
 def port_holder(port: int) -> tuple[int, str] | None:

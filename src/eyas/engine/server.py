@@ -19,15 +19,16 @@ from typing import Any
 
 from eyas import fs
 from eyas.engine import process
-from eyas.engine.find import probe
+from eyas.engine.inject import write_plugin
+from eyas.engine.preflight import Facts, preflight
 from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire, tail
-from eyas.engine.sglang import Launch, base_env, plan_launch
+from eyas.engine.sglang import base_env
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import say
 from eyas.run import Run, save_recipe
 from eyas.signals import Stop
-from eyas.tap.ring import Layout, Ring
-from eyas.target import Target, load_target
+from eyas.tap.ring import Ring
+from eyas.target import Target
 
 RID_PREFIX = "eyas-"
 _STOP_PATIENCE_S = 30.0
@@ -111,13 +112,12 @@ def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
     Raises: EngineError, TargetError or RecipeError before the start for what preflight finds, after it with a
         diagnosis; Interrupted. What this call started is stopped then.
     """
-    target = load_target(run.recipe.target)
-    launch = find_launch(run, target)
+    facts = Facts(run)
     with _locked(run, stop):
-        state = _living(run, _settings(run, target, launch))
+        state = _living(run, facts)
         if state is None:
-            state = _launch(run, target, launch)
-        _get_ready(run, target, state, stop)
+            state = _launch(run, preflight(run))
+        _get_ready(run, facts.target, state, stop)
         return state
 
 
@@ -129,12 +129,11 @@ def attach(run: Run, *, stop: Stop | None = None) -> ServerState | None:
     state = load_state(run)
     if state is None or not state.alive():
         return None
-    target = load_target(run.recipe.target)
-    launch = find_launch(run, target)
+    facts = Facts(run)
     with _locked(run, stop):
-        found = _living(run, _settings(run, target, launch))
+        found = _living(run, facts)
         if found is not None:
-            _get_ready(run, target, found, stop)
+            _get_ready(run, facts.target, found, stop)
         return found
 
 
@@ -174,20 +173,8 @@ def _end(state: ServerState) -> list[str]:
     return lines
 
 
-def find_launch(run: Run, target: Target) -> Launch:
-    """The command line for the SGLang that engine.python holds.
-
-    Raises: EngineError where it holds none.
-    """
-    table = run.recipe.engine
-    found = probe(Path(table.python), dict(os.environ) | table.env)
-    if "sglang" not in found.engines:
-        raise EngineError(f"{table.python}: no SGLang there ({found.fault or 'not installed'})")
-    return plan_launch(run, target, found.engines["sglang"])
-
-
-def _settings(run: Run, target: Target, launch: Launch) -> dict[str, Any]:
-    recipe = run.recipe
+def _settings(facts: Facts) -> dict[str, Any]:
+    recipe, target, launch = facts.run.recipe, facts.target, facts.launch
     settings: dict[str, Any] = {"engine.python": launch.python, "SGLang": launch.version, "flags": launch.flags}
     settings |= {"engine.host": launch.host, "engine.env": launch.env, "target": target.model_digest}
     if launch.tap:
@@ -200,14 +187,15 @@ def _settings(run: Run, target: Target, launch: Launch) -> dict[str, Any]:
     return settings
 
 
-def _living(run: Run, settings: dict[str, Any]) -> ServerState | None:
-    """The living server, where its settings are these.
+def _living(run: Run, facts: Facts) -> ServerState | None:
+    """The living server, where its settings are the recipe's.
 
     Raises: EngineError naming the first setting that differs.
     """
     state = load_state(run)
     if state is None or not state.alive():
         return None
+    settings = _settings(facts)
     for key in sorted(settings | state.settings):
         if state.settings.get(key) != settings.get(key):
             raise EngineError(
@@ -219,8 +207,9 @@ def _living(run: Run, settings: dict[str, Any]) -> ServerState | None:
     return state
 
 
-def _launch(run: Run, target: Target, launch: Launch) -> ServerState:
+def _launch(run: Run, facts: Facts) -> ServerState:
     """Ring, plugin folder, state, process, in this order."""
+    target, launch = facts.target, facts.launch
     folder, token = engine_dir(run), uuid.uuid4().hex[:8]
     fs.make_folder(run.logs_dir)
     fs.make_folder(folder)
@@ -241,17 +230,15 @@ def _launch(run: Run, target: Target, launch: Launch) -> ServerState:
         profile=launch.profile.name,
         device=launch.device,
         aux_layer_ids=target.aux_layer_ids(run.recipe.drafter.aux_layer_ids),
-        settings=_settings(run, target, launch),
+        settings=_settings(facts),
         mark=f"{folder}:{token}",
         started=time.time(),
     )
     save_state(run, state)
     env = base_env(launch) | {process.MARK: state.mark}
     if launch.tap:
-        table = run.recipe.store
-        layout = Layout(target.hidden_size, table.encoding, table.final_encoding)
-        Ring.create(ring, run.recipe.capture.ring_bytes, layout)
-        env |= _inject(state, launch, target, layout, env.get("PYTHONPATH", ""))
+        Ring.create(ring, run.recipe.capture.ring_bytes, facts.layout)
+        env |= _inject(state, facts, env.get("PYTHONPATH", ""))
     started = process.launch(state.command, env, Path(state.log))
     state.pid, state.created = started.pid, started.create_time()
     state.layers["process alive"] = round(time.time() - state.started, 2)
@@ -260,9 +247,9 @@ def _launch(run: Run, target: Target, launch: Launch) -> ServerState:
     return state
 
 
-def _inject(state: ServerState, launch: Launch, target: Target, layout: Layout, path: str) -> dict[str, str]:
-    from eyas.engine.inject import write_plugin
-
+def _inject(state: ServerState, facts: Facts, path: str) -> dict[str, str]:
+    """Make the plugin folder; returns EYAS_TAP and PYTHONPATH, the folder before what `path` says."""
+    target, launch, layout = facts.target, facts.launch, facts.layout
     settings = {
         "ring": state.ring,
         "events": state.events,
@@ -275,7 +262,8 @@ def _inject(state: ServerState, launch: Launch, target: Target, layout: Layout, 
         "official_flag": launch.official_flag,
         "patience_s": _TAP_PATIENCE_S,
     }
-    added = write_plugin(Path(state.plugin), settings, vllm_stub=launch.device == "cpu")
+    stub = launch.device == "cpu" and "vllm" not in facts.interpreter.engines
+    added = write_plugin(Path(state.plugin), settings, vllm_stub=stub)
     return added | {"PYTHONPATH": os.pathsep.join(filter(None, [added["PYTHONPATH"], path]))}
 
 

@@ -1,0 +1,297 @@
+"""What would go wrong is found before anything is started, each with one clear error.
+
+Checks are in order of cost; the last asks the server's own argument parser, which takes seconds.
+"""
+
+import errno
+import json
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from eyas import fs
+from eyas.engine import process
+from eyas.engine.find import Interpreter, find_engine
+from eyas.engine.flags import read_flags
+from eyas.engine.gpu import Gpu, gpus, visible
+from eyas.engine.sglang import Launch, base_env, plan_launch
+from eyas.errors import EngineError, EyasError, RecipeError, StoreFull, TargetError
+from eyas.need import Need, both_units, counted, room
+from eyas.progress import size
+from eyas.run import Run
+from eyas.tap.ring import HEADER_BYTES, Layout, least_capacity
+from eyas.target import Target, load_target
+
+SHM = Path("/dev/shm")
+_HEADER_LIMIT = 100 << 20
+_HOST_BYTES = 3 << 30  # what SGLang's processes take beside the model: 2 to 3 GB seen with SmolLM2
+_DEFAULT_GPU_SHARE = 0.8  # SGLang takes 0.8 to 0.9 of a GPU by itself
+
+
+class Facts:
+    """What the checks look at, each looked up when it is first asked for.
+
+    Every property may raise: TargetError, EngineError or RecipeError, the error that its own check reports.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @cached_property
+    def target(self) -> Target:
+        return load_target(self.run.recipe.target)
+
+    @cached_property
+    def interpreter(self) -> Interpreter:
+        return find_engine(self.run.recipe.engine)
+
+    @cached_property
+    def launch(self) -> Launch:
+        return plan_launch(self.run, self.target, self.interpreter.engines["sglang"])
+
+    @cached_property
+    def flags(self) -> dict[str, Any]:
+        """Values of all flags as the server's parser reads them."""
+        cache = self.run.dir / "engine" / "flags.json" if self.run.dir.is_dir() else None
+        return read_flags(self.launch, self.run.recipe.engine.port or 30000, cache)
+
+    @property
+    def layout(self) -> Layout:
+        table = self.run.recipe.store
+        return Layout(self.target.hidden_size, table.encoding, table.final_encoding)
+
+
+def preflight(run: Run) -> Facts:
+    """Check everything. Raises the first fault."""
+    facts = Facts(run)
+    for check in CHECKS:
+        check(facts)
+    return facts
+
+
+def faults(run: Run) -> Iterator[EyasError]:
+    """Every fault, not only the first; what can't be checked because of an earlier one is left out."""
+    facts, told = Facts(run), set()
+    for check in CHECKS:
+        try:
+            check(facts)
+        except EyasError as error:
+            if str(error) not in told:
+                told.add(str(error))
+                yield error
+
+
+def check_engine(facts: Facts) -> None:
+    """Importable in that interpreter, and of a release that is known."""
+    _ = facts.launch
+
+
+def check_model(facts: Facts) -> None:
+    """Every weight file is there, whole, and holds the tensors that the index says.
+
+    Only headers are read: 64 files of a 1 TB checkpoint take a second.
+    """
+    tensors: dict[Path, list[str]] = {}
+    for tensor, path in facts.target.weight_files.items():
+        tensors.setdefault(path, []).append(tensor)
+    for path, names in sorted(tensors.items()):
+        header = read_header(path)
+        missing = sorted(set(names) - set(header))
+        if missing:
+            raise TargetError(
+                f"{path}: {len(missing)} tensors that the index places there are missing, the first is {missing[0]}",
+                cause="the index and the weight files are of different downloads",
+                next="fetch the folder again; nothing of the run is lost",
+            )
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file, checked against the file's size.
+
+    Raises: TargetError where the file can't be read, is cut, or is none.
+    """
+    try:
+        length = path.stat().st_size
+        with path.open("rb") as handle:
+            start = handle.read(8)
+            count = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            header = dict(json.loads(handle.read(count))) if 0 < count <= min(length, _HEADER_LIMIT) else {}
+    except OSError as error:
+        raise TargetError(
+            f"{path}: can't be read: {error.strerror}",
+            cause="the user that runs Eyas may not read the model",
+            next=f"ls -l {path}",
+        ) from None
+    except ValueError:
+        header = {}
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    whole = 8 + count + max((entry["data_offsets"][1] for entry in entries), default=0)
+    if not entries or whole != length:
+        raise TargetError(
+            f"{path}: {length:,} bytes" + (f"; its header says {whole:,}" if entries else ", no safetensors header"),
+            expected="a whole safetensors file",
+            cause="the download or copy was cut short, or only a Git LFS pointer was fetched",
+            next="fetch the file again; nothing of the run is lost",
+        )
+    return header
+
+
+def check_ring(facts: Facts) -> None:
+    """The ring holds some rows, and /dev/shm and memory hold the ring."""
+    run = facts.run
+    if not facts.launch.tap:
+        return
+    wanted, least = run.recipe.capture.ring_bytes, least_capacity(facts.layout)
+    if wanted < least:
+        raise RecipeError(
+            f"capture.ring_bytes = {wanted:,}",
+            expected=f"at least {least:,}: rows of hidden size {facts.target.hidden_size} would not fit",
+            next="--set capture.ring_bytes=4294967296   # 4 GiB carry 16 s of a fast 8B model",
+        )
+    free = fs.free_bytes(SHM)
+    if wanted + HEADER_BYTES > free:
+        held = sum(path.stat().st_size for path in SHM.glob("eyas-*.ring"))
+        rings = f"; {size(held)} of it are rings, see `eyas serve clean`" if held else ""
+        raise EngineError(
+            f"{SHM} has {size(free)} free, capture.ring_bytes = {wanted:,} needs {size(wanted)}",
+            cause=f"{SHM} is small (containers have 64 MB by default) or full{rings}",
+            next=f"mount -o remount,size={(wanted >> 30) + 2}G {SHM}, docker run --shm-size={(wanted >> 30) + 2}g, "
+            f"or --set capture.ring_bytes={max(least, free * 3 // 4 >> 20 << 20)}",
+        )
+
+
+def check_memory(facts: Facts) -> None:
+    """Main memory for the ring and, on a CPU, for weights and KV cache."""
+    ring = facts.run.recipe.capture.ring_bytes if facts.launch.tap else 0
+    weights = weight_bytes(facts) if facts.launch.device == "cpu" else 0
+    needed, free = ring + weights + _HOST_BYTES, available_memory()
+    if needed > free:
+        parts = f"ring {size(ring)}, weights {size(weights)}, SGLang itself {size(_HOST_BYTES)}"
+        raise EngineError(
+            f"{size(free)} of memory are free; {size(needed)} are needed ({parts})",
+            cause="other programs hold it, or the container's limit is low",
+            next="end what else runs, or lower capture.ring_bytes",
+        )
+
+
+def weight_bytes(facts: Facts) -> int:
+    """Bytes of the weights in the recipe's number type, taking the files' for 2 bytes a number."""
+    stored = sum(path.stat().st_size for path in set(facts.target.weight_files.values()))
+    return stored * (2 if facts.run.recipe.engine.dtype == "float32" else 1)
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping, within the container's limit."""
+    free = int(psutil.virtual_memory().available)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def check_disk(facts: Facts) -> None:
+    """Room for what is not captured yet, by prepare's counts; before prepare ran nothing is known."""
+    counts, table = counted(facts.run), facts.run.recipe.store
+    if not facts.launch.tap or not counts:
+        return
+    share = counts["supervised_tokens"] / max(counts["tokens"], 1)
+    need = Need(counts["tokens"], "", share, "", facts.target.hidden_size)
+    needed = need.store_bytes(table.encoding, table.final_encoding)
+    found = room(facts.run, needed)
+    if found is not None and found.lacking_bytes:
+        raise StoreFull(
+            f"{found.folder}: {size(found.free_bytes)} free; the store of {need.tokens:,} tokens takes "
+            f"{both_units(needed)}",
+            expected=f"{size(found.lacking_bytes)} more (store.min_free_bytes = {table.min_free_bytes:,} included)",
+            next="--set store.encoding=fp8, --set store.url=DIR on another disk, or fewer tokens: data.limit",
+        )
+
+
+def check_port(facts: Facts) -> None:
+    """The port can be bound; where not, who holds it."""
+    table = facts.run.recipe.engine
+    with socket.socket(socket.AF_INET6 if ":" in table.host else socket.AF_INET) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as SGLang's own server does
+        try:
+            trial.bind((table.host, table.port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise RecipeError(
+                    f"engine.host = {table.host}, engine.port = {table.port}: {error.strerror}",
+                    expected="an address of this machine, and a port above 1023 for an ordinary user",
+                    next="--set engine.host=127.0.0.1 --set engine.port=0",
+                ) from None
+            raise _port_held(facts.run, table.port) from None
+
+
+def _port_held(run: Run, port: int) -> EngineError:
+    holder = process.port_holder(port)
+    pid, command = holder or (0, "")
+    who = f"process {pid}: {command}" if pid else "a process that this user can't see (another user's or container's)"
+    ours = process.mark_of(pid) if pid else ""
+    stop = f"eyas serve stop {Path(ours.rpartition(':')[0]).parent}" if ours else ""
+    return EngineError(
+        f"port {port} is held by {who}",
+        expected="a free port for the server",
+        cause="a server of an earlier start still runs"
+        if ours or "sglang" in command
+        else "another program serves there",
+        next=f"{stop + ', or ' if stop else ''}--set engine.port=0 (any free port)",
+    )
+
+
+def check_gpus(facts: Facts) -> None:
+    """Enough of each GPU's memory is free; where not, who holds it."""
+    if facts.launch.device == "cpu":
+        return
+    seen = visible(gpus(), base_env(facts.launch))
+    first, count = int(facts.flags.get("base_gpu_id") or 0), int(facts.flags.get("tp_size") or 1)
+    count *= int(facts.flags.get("pp_size") or 1)
+    if seen and len(seen) < first + count:
+        raise EngineError(
+            f"{len(seen)} GPUs are visible; the server wants {count}, from number {first}",
+            cause="--tp-size is larger than this machine, or CUDA_VISIBLE_DEVICES hides some",
+            next="mend --tp-size in engine.args",
+        )
+    share = float(facts.flags.get("mem_fraction_static") or _DEFAULT_GPU_SHARE)
+    for gpu in seen[first : first + count]:
+        if gpu.total_bytes - gpu.used_bytes < share * gpu.total_bytes:
+            raise _gpu_held(gpu, share)
+
+
+def _gpu_held(gpu: Gpu, share: float) -> EngineError:
+    def told(pid: int, amount: int) -> str:
+        command = process.command_of(pid)
+        return f"process {pid} ({command or 'of another container or user'}) {size(amount)}"
+
+    who = "; ".join(told(pid, amount) for pid, amount in gpu.holders.items()) or "nobody that nvidia-smi shows"
+    return EngineError(
+        f"GPU {gpu.index} ({gpu.name}): {size(gpu.used_bytes)} of {size(gpu.total_bytes)} are held: {who}",
+        expected=f"{share:.0%} of it free (--mem-fraction-static)",
+        cause="another server, or what an earlier one left"
+        if gpu.holders
+        else "a process that died without its memory being given back, or one of another container",
+        next="end that process, or name free GPUs: --set engine.env.CUDA_VISIBLE_DEVICES=...",
+    )
+
+
+def check_flags(facts: Facts) -> None:
+    """The server's own parser takes every flag, and none makes states wrong."""
+    _ = facts.flags
+
+
+CHECKS: tuple[Callable[[Facts], None], ...] = (
+    check_engine,
+    check_model,
+    check_port,
+    check_ring,
+    check_memory,
+    check_disk,
+    check_flags,
+    check_gpus,
+)
