@@ -58,6 +58,24 @@ class StoredSample:
     final_hidden_states: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """One sample as its shard holds it: `eyas.tap.encode.decode` makes bfloat16 of values and scales, on any device.
+
+    Attributes:
+        token_ids: int32 [T].
+        loss_mask: bool [T].
+        aux: values [T, 3, H], bfloat16 or float8_e4m3fn; scales float32 [T, 3], None for bf16.
+        final: values [F, H]; scales float32 [F] or None.
+    """
+
+    id: str
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    aux: tuple[torch.Tensor, torch.Tensor | None]
+    final: tuple[torch.Tensor, torch.Tensor | None]
+
+
 class StoreReader:
     """A store, open for reading, as it was when it was opened: shards committed later are not seen.
 
@@ -108,6 +126,33 @@ class StoreReader:
             reason = "it is not committed" if row is None else f"it was rejected: {self.rows.table['rejected'][row]}"
             raise StoreError(f"{self.files.where}: no sample {sample_id}", cause=reason, next="eyas store ls STORE")
         return self._sample(row)
+
+    def encoded(self, row: int) -> EncodedSample:
+        """A written sample by its row of the index (see `order`); its tensors are views into the shard.
+
+        Its checksums are compared once per process.
+        Raises: CorruptStore where its bytes have changed.
+        """
+        raw = self._raw(row, [tensor.name for tensor in self.tensors])
+        if not self._checked[row]:
+            self._check(row, raw)
+            self._checked[row] = True
+        hidden = self.manifest.target.hidden_size
+        states = {}
+        for kind, encoding, shape in (
+            ("aux", self.manifest.encoding, (-1, len(self.manifest.aux_layer_ids), hidden)),
+            ("final", self.manifest.final_encoding, (-1, hidden)),
+        ):
+            values = _tensor(raw[f"{kind}_hidden_states"], DTYPES[encoding]).view(shape)
+            scales = raw.get(f"{kind}_scales")
+            states[kind] = values, None if scales is None else _tensor(scales, torch.float32).view(shape[:-1])
+        return EncodedSample(
+            id=self.rows.id(row),
+            token_ids=_tensor(raw["token_ids"], torch.int32),
+            loss_mask=_tensor(raw["loss_mask"], torch.bool),
+            aux=states["aux"],
+            final=states["final"],
+        )
 
     def stream(
         self, split: str | None, *, seed: int, epoch: int, start: int = 0, rank: int = 0, world: int = 1
@@ -177,27 +222,15 @@ class StoreReader:
         return np.flatnonzero(self._written & self.rows.equal("split", split))
 
     def _sample(self, row: int) -> StoredSample:
-        raw = self._raw(row, [tensor.name for tensor in self.tensors])
-        if not self._checked[row]:
-            self._check(row, raw)
-            self._checked[row] = True
-        table, hidden = self.rows.table, self.manifest.target.hidden_size
-        states = {}
-        for kind, encoding, shape in (
-            ("aux", self.manifest.encoding, (-1, len(self.manifest.aux_layer_ids), hidden)),
-            ("final", self.manifest.final_encoding, (-1, hidden)),
-        ):
-            values = _tensor(raw[f"{kind}_hidden_states"], DTYPES[encoding]).view(shape)
-            scales = raw.get(f"{kind}_scales")
-            states[kind] = decode(values, None if scales is None else _tensor(scales, torch.float32).view(shape[:-1]))
+        sample, table = self.encoded(row), self.rows.table
         return StoredSample(
-            id=self.rows.id(row),
+            id=sample.id,
             source=table["source"][row].as_py(),
             split=table["split"][row].as_py(),
-            token_ids=_tensor(raw["token_ids"], torch.int32),
-            loss_mask=_tensor(raw["loss_mask"], torch.bool),
-            aux_hidden_states=states["aux"],
-            final_hidden_states=states["final"],
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            aux_hidden_states=decode(*sample.aux),
+            final_hidden_states=decode(*sample.final),
         )
 
     def _check(self, row: int, raw: dict[str, memoryview]) -> None:
