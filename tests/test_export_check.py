@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from eyas.drafter.eagle3 import DrafterConfig
-from eyas.export.check import check_folder, check_vocabulary
+from eyas.drafter.vocab import check_vocabulary
+from eyas.export.check import check_folder
 from eyas.export.form import engine_config
 from eyas.settings import Target as TargetTable
 from eyas.target import Target, load_target

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from eyas.drafter.layer_ids import sglang_captures
+from eyas.drafter.vocab import check_vocabulary
 from eyas.errors import ExportError
 from eyas.export.form import ARCHITECTURE, CONFIG_FILE, NORM_SWITCHES, WEIGHTS_FILE, tensor_shapes
-from eyas.drafter.layer_ids import sglang_captures
 from eyas.target import Target
 
 _SIZES = (
@@ -164,37 +165,4 @@ def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype
         faults.append(f"{WEIGHTS_FILE}: {name} is {str(tensor.dtype).removeprefix('torch.')}; expected {wanted}")
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         faults.append(f"{WEIGHTS_FILE}: {name} holds NaN or Inf")
-    return faults
-
-
-def check_vocabulary(d2t: torch.Tensor, t2d: torch.Tensor) -> list[str]:
-    """d2t and t2d of one draft vocabulary.
-
-    Args:
-        d2t: int64 [Vd], offsets: the target id of draft id i is i + d2t[i].
-        t2d: bool [V], True for the target ids in the draft vocabulary.
-    """
-    targets = torch.arange(len(d2t)) + d2t
-    flagged = t2d.nonzero().flatten()
-    if len(d2t) == len(flagged) and len(d2t) and torch.equal(d2t, flagged) and not torch.equal(targets, flagged):
-        return [
-            "d2t holds target ids; expected offsets (target id minus draft id): every drafted token would be another"
-        ]
-    faults = []
-    outside = ((targets < 0) | (targets >= len(t2d))).nonzero().flatten()
-    if len(outside):
-        first = int(outside[0])
-        faults.append(
-            f"d2t: draft id {first} stands for target id {int(targets[first])}; expected 0 to {len(t2d) - 1} "
-            f"({len(outside)} such ids)"
-        )
-    falling = (targets[1:] <= targets[:-1]).nonzero().flatten()
-    if len(falling):
-        first = int(falling[0])
-        faults.append(
-            f"d2t: draft ids {first} and {first + 1} stand for target ids {int(targets[first])} and "
-            f"{int(targets[first + 1])}; expected strictly rising ids ({len(falling)} such places)"
-        )
-    if not faults and not torch.equal(targets, flagged):
-        faults.append(f"t2d flags {len(flagged)} target ids, which are not the {len(targets)} that d2t stands for")
     return faults

@@ -1,12 +1,53 @@
-"""What training starts from."""
+"""What training starts from: a new drafter, or an existing one."""
+
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from eyas.drafter.eagle3 import Drafter, DrafterConfig
+from eyas.drafter.start import Started, read_start
 from eyas.drafter.target import TargetHead
-from eyas.drafter.vocab import IntArray, to_d2t, to_t2d
+from eyas.drafter.vocab import IntArray, choose_draft_vocab, coverage, to_d2t, to_t2d
+from eyas.progress import say
+from eyas.recipe import Recipe
 from eyas.settings import Train
+from eyas.store.reader import StoreReader
+from eyas.target import Target
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The drafter to train, fp32 on the CPU.
+
+    Attributes:
+        coverage: share of the supervised training tokens that its draft vocabulary holds.
+        started: what an existing drafter gave; None for a new one.
+    """
+
+    drafter: Drafter
+    coverage: float
+    started: Started | None
+
+
+def begin(recipe: Recipe, target: Target, reader: StoreReader, head: TargetHead) -> Beginning:
+    """The drafter that the recipe starts with.
+
+    Raises: TrainError where `train.start` is another drafter than the recipe, the target and the store ask for.
+    """
+    table, counts = recipe.train, reader.token_counts("train")
+    layers = list(reader.manifest.aux_layer_ids)
+    draft_ids = choose_draft_vocab(counts, table.draft_vocab_size, target.eos_token_ids)
+    config = DrafterConfig.for_target(target, recipe.drafter, len(draft_ids), layers)
+    if not table.start:
+        return Beginning(new_drafter(config, draft_ids, head, table.seed), coverage(counts, draft_ids), None)
+    started = read_start(Path(table.start), config, target, head)
+    left = "".join(f"; {name} not taken: {why}" for name, why in started.left.items())
+    say(f"train: starts from {table.start} ({started.form} form), {len(started.taken)} tensors taken{left}")
+    for note in started.notes:
+        say(f"train: {note}")
+    return Beginning(started.drafter, coverage(counts, started.drafter.draft_ids.numpy()), started)
 
 
 def new_drafter(config: DrafterConfig, draft_ids: IntArray, head: TargetHead, seed: int) -> Drafter:

@@ -1,8 +1,10 @@
 """The train stage: what it depends on, what it leaves, how it starts again."""
 
 import shutil
+from pathlib import Path
 
 from eyas import fs
+from eyas.drafter.published import folder_digest
 from eyas.record import Inputs
 from eyas.run import Run
 from eyas.stages import Result
@@ -17,7 +19,8 @@ def inputs(run: Run) -> Inputs:
     table = run.recipe.train.model_dump(mode="json", exclude=_NO_INPUT)
     train = {f"train.{key}": value for key, value in table.items()}
     drafter = {f"drafter.{key}": value for key, value in run.recipe.drafter.model_dump(mode="json").items()}
-    return train | drafter | {"target weights": load_target(run.recipe.target).model_digest}
+    start = {"start drafter": folder_digest(Path(run.recipe.train.start))} if run.recipe.train.start else {}
+    return train | drafter | start | {"target weights": load_target(run.recipe.target).model_digest}
 
 
 def discard(run: Run) -> None:

@@ -16,10 +16,8 @@ import torch
 from eyas import fs
 from eyas.data.tokens import Tokens
 from eyas.drafter import fusing
-from eyas.drafter.eagle3 import DrafterConfig
 from eyas.drafter.pack import Pack, Stored, fill_packs, pack_samples
 from eyas.drafter.target import load_target_head
-from eyas.drafter.vocab import choose_draft_vocab, coverage
 from eyas.drafter.walk import Acceptance, replay
 from eyas.engine.local import find_device
 from eyas.errors import Interrupted, TrainError
@@ -32,7 +30,7 @@ from eyas.store.reader import StoreReader
 from eyas.target import load_target
 from eyas.train.argmax import load_or_make
 from eyas.train.batch import make_schedule, stream_from
-from eyas.train.beginning import describe_head, new_drafter
+from eyas.train.beginning import begin, describe_head
 from eyas.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from eyas.train.log import LOG_EVERY, TrainLog
 from eyas.train.loss import PackLoss, pack_loss, row_losses
@@ -73,13 +71,8 @@ class Trainer:
         if not self.reader.samples("train"):
             raise TrainError(f"{run.store_url}: no training samples", cause="every sample is held out or was rejected")
         self.head = load_target_head(target, torch.float32, self.device)
-        counts = self.reader.token_counts("train")
-        draft_ids = choose_draft_vocab(counts, self.table.draft_vocab_size, target.eos_token_ids)
-        config = DrafterConfig.for_target(
-            target, run.recipe.drafter, len(draft_ids), list(self.reader.manifest.aux_layer_ids)
-        )
-        self.coverage = coverage(counts, draft_ids)
-        self.drafter = new_drafter(config, draft_ids, self.head, self.table.seed).to(self.device)
+        self.beginning = begin(run.recipe, target, self.reader, self.head)
+        self.drafter = self.beginning.drafter.to(self.device)
         self.drafter.lm_head.weight.requires_grad_(not self.table.freeze_lm_head)
         self.optimizer = make_optimizer(self.drafter, self.table)
         self.lm_head_draft = self.head.lm_head[self.drafter.draft_ids].to(self.dtype)
@@ -231,7 +224,9 @@ class Trainer:
         counts: dict[str, Any] = {"steps": self.schedule.steps, "tokens": tokens, "parameters": parameters}
         if busy_s:
             counts["tokens_per_s"] = round(tokens / busy_s, 1)
-        counts |= {"draft_vocab_size": len(self.drafter.d2t), "draft_vocab_coverage": round(self.coverage, 5)}
+        counts |= {"draft_vocab_size": len(self.drafter.d2t), "draft_vocab_coverage": round(self.beginning.coverage, 5)}
+        if self.beginning.started is not None:
+            counts["start"] = self.beginning.started.as_json()
         if self.table.freeze_lm_head:
             counts["lm_head"] = describe_head(self.drafter, self.lm_head_draft, self.table)
         counts |= {"checkpoint": folder.name, "heldout": acceptance.as_json()}
