@@ -10,7 +10,7 @@ from .events import Refused
 OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
 
 # SGLang's argument, what it must be, and what happens otherwise.
-_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
+ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("pp_size", 1, "only the last pipeline rank's layers are collected"),
     ("dp_size", 1, "each replica and attention group would need a ring of its own"),
     ("attn_dp_size", 1, "each attention group would need a ring of its own"),
@@ -46,7 +46,7 @@ def check_version(text: str) -> tuple[int, int, int]:
 
 def check_layout(server_args: Any, version: tuple[int, int, int], model: nn.Module) -> None:
     """Raises: Refused, naming the first argument under which states would be wrong."""
-    for name, wanted, why in _ARGUMENTS:
+    for name, wanted, why in ARGUMENTS:
         value = argument(server_args, name, wanted)
         if isinstance(value, int | str) and value != wanted:  # None is "not set"
             raise Refused(f"SGLang runs with {name}={value!r}", f"{name}={wanted!r}", why)
