@@ -35,19 +35,30 @@ class Progress:
         unit: what is counted, plural ("tokens").
         logs_dir: the run's logs/ folder; status.json there is rewritten about once a second. None: no file.
         done: work already finished by an earlier run; it counts as progress but not for the rate.
+        quiet: say and write nothing (another process does).
 
     Use as a context manager; call `advance(n, note)`.
     """
 
-    def __init__(self, stage: str, total: float, unit: str, logs_dir: Path | None = None, done: float = 0) -> None:
-        self.stage, self.total, self.unit, self.logs_dir = stage, total, unit, logs_dir
+    def __init__(
+        self,
+        stage: str,
+        total: float,
+        unit: str,
+        logs_dir: Path | None = None,
+        done: float = 0,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        self.stage, self.total, self.unit, self.logs_dir = stage, total, unit, None if quiet else logs_dir
+        self.quiet = quiet
         self.done, self._first = done, done
         self.note = ""
         self._start = self._said = self._saved = time.monotonic()
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self.quiet:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -65,7 +76,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self.elapsed_s > 2 or kind is not None:
+        if (self.elapsed_s > 2 or kind is not None) and not self.quiet:
             say(self.line())
         self._save()
 
@@ -90,7 +101,7 @@ class Progress:
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, tail=self._tail())
-        elif now - self._said >= _PLAIN_EVERY_S:
+        elif now - self._said >= _PLAIN_EVERY_S and not self.quiet:
             self._said = now
             say(self.line())
         if now - self._saved >= _STATUS_EVERY_S:

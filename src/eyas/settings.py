@@ -289,7 +289,15 @@ class Train(Table):
     batch_tokens: int = Field(
         4096, ge=8, description="Token budget of one packed row; longer samples get a row of their own."
     )
-    accumulation: int = Field(1, ge=1, description="Packed rows per optimizer step.")
+    accumulation: int = Field(1, ge=1, description="Packed rows per optimizer step, over all processes.")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="With several processes (torchrun): `ddp` keeps the whole drafter on each GPU; `fsdp` keeps a shard "
+        "of weights, gradients and moments on each.",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="How long processes wait for one another before they give up, seconds."
+    )
     ttt_steps: int = Field(
         7, ge=1, le=16, description="Steps of the training-time test (how many drafts in a row it trains)."
     )

@@ -110,7 +110,7 @@ class StoreReader:
 
     def samples(self, split: str | None = None) -> list[SampleRef]:
         """The written samples in plan order."""
-        rows = self._rows(split)
+        rows = self.written(split)
         names = ("sample_id", "source", "split", "tokens", "supervised", "shard")
         columns = self.rows.table.select(names).take(pa.array(rows)).to_pydict()
         return [SampleRef(*values) for values in zip(*(columns[name] for name in names), strict=True)]
@@ -169,7 +169,7 @@ class StoreReader:
 
     def order(self, split: str | None, seed: int, epoch: int) -> npt.NDArray[np.int64]:
         """Rows of a split as `stream` visits them, all ranks together."""
-        rows = self._rows(split)
+        rows = self.written(split)
         shards, of_row = np.unique(self.rows.shard[rows], return_inverse=True)
         # Raw words of a bit generator, which numpy keeps the same from version to version, unlike its permutations.
         words = np.random.PCG64([seed, epoch])
@@ -180,7 +180,7 @@ class StoreReader:
         """How often each token id occurs in a split: int64 [vocab]; by default where the assistant wrote it."""
         vocab_size = self.manifest.target.vocab_size
         counts = np.zeros(vocab_size, np.int64)
-        for shard in np.unique(self.rows.shard[self._rows(split)]).tolist():  # a shard has samples of one split
+        for shard in np.unique(self.rows.shard[self.written(split)]).tolist():  # a shard has samples of one split
             rows = slice(*np.searchsorted(self.rows.shard, [shard, shard + 1]))
             ids, mask = (np.frombuffer(self._whole(shard, name), kind) for name, kind in _TOKEN_TENSORS)
             # Rejected samples are zeros: never supervised, but token 0 otherwise.
@@ -215,8 +215,8 @@ class StoreReader:
                     next="name the right store (--set store.url=DIR), or capture anew: eyas run RECIPE --redo capture",
                 )
 
-    def _rows(self, split: str | None) -> npt.NDArray[np.int64]:
-        """Rows of the written samples of a split, in plan order."""
+    def written(self, split: str | None = None) -> npt.NDArray[np.int64]:
+        """Rows of the index that have a written sample, of one split or all, in plan order."""
         if split is None:
             return np.flatnonzero(self._written)
         return np.flatnonzero(self._written & self.rows.equal("split", split))

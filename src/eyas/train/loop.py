@@ -11,7 +11,16 @@ from eyas.stages import Result
 from eyas.target import load_target
 
 # These do not change what is learned, so a finished run does not depend on them.
-_NO_INPUT = {"checkpoint_every", "keep_checkpoints", "eval_every", "eval_samples", "device", "compile"}
+_NO_INPUT = {
+    "checkpoint_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_samples",
+    "device",
+    "compile",
+    "parallel",
+    "timeout_s",
+}
 
 
 def inputs(run: Run) -> Inputs:
