@@ -292,8 +292,8 @@ class Train(Table):
     accumulation: int = Field(1, ge=1, description="Packed rows per optimizer step, over all processes.")
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp",
-        description="With several processes (torchrun): `ddp` keeps the whole drafter on each GPU; `fsdp` keeps a shard "
-        "of weights, gradients and moments on each.",
+        description="With several processes (torchrun): `ddp` has the whole drafter on each GPU; `fsdp` a shard of "
+        "weights, gradients and moments.",
     )
     timeout_s: float = Field(
         600.0, gt=0, description="How long processes wait for one another before they give up, seconds."
