@@ -40,7 +40,6 @@ def alive(pid: int, created: float) -> bool:
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
-            reap(pid)
             return False
         # psutil counts from the boot time, which a clock that is set may shift by a little.
         return bool(abs(process.create_time() - created) < 2)

@@ -23,9 +23,11 @@ from typing import Any
 import httpx
 
 from eyas.engine import process
+from eyas.engine.evidence import tail
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import duration, say
 from eyas.signals import Stop
+from eyas.tap.ring import Ring
 
 READY_LINE = "The server is fired up and ready to roll"
 WEIGHTS_LINE = "Load weight end"
@@ -33,6 +35,7 @@ _POLL_S = 0.25
 _SAY_EVERY_S = 15.0
 _BUSY_CORES = 0.05  # less is bookkeeping: a waiting scheduler wakes a few times a second
 _SPIN_FACTOR = 3
+_FIRE_PATIENCE_S = 10.0
 
 Layer = tuple[str, Callable[[], bool]]
 
@@ -60,9 +63,14 @@ class Watched:
     def alive(self) -> bool:
         return process.alive(self.pid, self.created)
 
-    def event(self, name: str) -> dict[str, Any] | None:
-        """The first of the tap's events of this name."""
-        return next((event for event in read_events(self.events) if event.get("event") == name), None)
+    def event(self, name: str, **having: str) -> dict[str, Any] | None:
+        """The first of the tap's events of this name, and with these values."""
+        wanted = {"event": name, **having}.items()
+        return next((event for event in read_events(self.events) if wanted <= event.items()), None)
+
+    def ranks(self, name: str) -> int:
+        """How many ranks have told an event of this name."""
+        return len({event["rank"] for event in read_events(self.events) if event["event"] == name})
 
     def logged(self, text: str) -> bool:
         return self.log.exists() and text in self.log.read_text(encoding="utf-8", errors="replace")
@@ -93,34 +101,46 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [dict(json.loads(line)) for line in lines]
 
 
-def fire(watched: Watched, token_ids: Sequence[int]) -> bool:
-    """Send a request of Eyas's own; whether the tap saw it.
+def fire(watched: Watched, ring: Ring, token_ids: Sequence[int]) -> bool:
+    """Send a request of Eyas's own and take its rows from the ring; False where the server can't be reached yet.
 
-    Raises: EngineError where SGLang answered and the tap saw nothing.
+    Raises: EngineError where SGLang answered and no rows came.
     """
-    body = {"input_ids": list(token_ids), "rid": f"eyas-ready-{time.time_ns()}"}
-    body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0}  # type: ignore[assignment]
+    rid = f"eyas-ready-{time.time_ns()}"
+    body = {"input_ids": list(token_ids), "rid": rid, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    ring.open_reader()
     try:
         answer = httpx.post(watched.url + "/generate", json=body, timeout=60, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    if answer.status_code != 200:
-        raise EngineError(
-            f"{watched.url}/generate: status {answer.status_code} to a request of {len(token_ids)} token ids: "
-            f"{answer.text[:300]}",
-            expected="an answer: the server is warm",
-            next=f"look at the end of its log: {watched.log}",
-        )
-    for _ in range(40):
-        if watched.event("fired"):
+        if answer.status_code != 200:
+            raise EngineError(
+                f"{watched.url}/generate: status {answer.status_code} to a request of {len(token_ids)} token ids: "
+                f"{answer.text[:300]}",
+                expected="an answer: the server is warm",
+                next=f"look at the end of its log: {watched.log}",
+            )
+        if _take_rows(ring, rid, len(token_ids)) == len(token_ids):
             return True
-        time.sleep(_POLL_S)
+    except httpx.TransportError:
+        return False
+    finally:
+        ring.close()
     raise EngineError(
-        f"{watched.url}: answered a request, but the tap saw no rows of it",
-        expected="the tap's event `fired` within 10 s",
-        cause="SGLang's hooks are not where the tap put them; SGLang only logs that",
-        next=f"grep -i plugin {watched.log}",
+        f"{watched.url}: answered a request of {len(token_ids)} tokens, but not all their rows came through the tap",
+        expected=f"{len(token_ids)} rows within {_FIRE_PATIENCE_S:.0f} s",
+        cause="SGLang's methods are not what the tap wraps, or a prefix was taken from a cache",
+        next=f"eyas doctor --pid {watched.pid}; the tap's own words: {watched.events}",
     )
+
+
+def _take_rows(ring: Ring, rid: str, wanted: int) -> int:
+    """How many of so many rows of a request arrive in the ring; all blocks are given back."""
+    rows, deadline = 0, time.monotonic() + _FIRE_PATIENCE_S
+    while rows < wanted and time.monotonic() < deadline:
+        block = ring.read(timeout_s=1.0)
+        if block is not None:
+            rows += sum(segment.length for segment in block.segments if segment.rid == rid)
+            ring.release(block)
+    return rows
 
 
 def climb(
@@ -198,25 +218,9 @@ class _Signs:
         self._looked, self._last = now, work
         if now - self._said >= _SAY_EVERY_S:
             self._said = now
-            line = last_line(self._watched.log)
+            line = (tail(self._watched.log, 1) or [""])[0]
             doing = f"{cores:.1f} cores busy, reads {read / 1e6:,.0f} MB/s"
             say(f"serve: waiting for: {self._layer}, {duration(now - self._began)}; {doing}; log: {line[:120]}")
 
     def _work(self) -> process.Work:
         return process.work(process.members(self._watched.pid, self._watched.mark), self._watched.log)
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log that is not empty."""
-    return (tail(log, 1) or [""])[-1]
-
-
-def tail(log: Path, lines: int) -> list[str]:
-    """The last lines of a log, progress bars as they stand at their end."""
-    if not log.exists():
-        return []
-    with log.open("rb") as handle:
-        handle.seek(max(0, log.stat().st_size - 65536))
-        text = handle.read().decode("utf-8", errors="replace")
-    kept = [line.rsplit("\r", 1)[-1].strip() for line in text.split("\n")]
-    return [line for line in kept if line][-lines:]

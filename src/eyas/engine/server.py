@@ -8,27 +8,30 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eyas import fs
 from eyas.engine import process
-from eyas.engine.inject import write_plugin
+from eyas.engine.diagnose import as_error, flags_of
+from eyas.engine.evidence import Evidence, examine
+from eyas.engine.inject import VLLM_STUB, write_plugin
+from eyas.engine.leftovers import end_server, ring_path, shm_of
 from eyas.engine.preflight import Facts, preflight
-from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire, tail
+from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire, read_events
+from eyas.engine.selftest import self_test
 from eyas.engine.sglang import base_env
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import say
 from eyas.run import Run, save_recipe
 from eyas.signals import Stop
 from eyas.tap.ring import Ring
-from eyas.target import Target
 
 RID_PREFIX = "eyas-"
 _STOP_PATIENCE_S = 30.0
@@ -53,6 +56,7 @@ class ServerState:
         layers: layers of readiness reached, name -> seconds after `started`.
         shm: files in /dev/shm that its processes mapped, the ring not among them.
         self_test: figures of the self-test.
+        stopped: unix time at which Eyas ended it; 0 before.
     """
 
     url: str
@@ -74,6 +78,7 @@ class ServerState:
     layers: dict[str, float] = field(default_factory=dict)
     shm: list[str] = field(default_factory=list)
     self_test: dict[str, Any] = field(default_factory=dict)
+    stopped: float = 0.0
 
     @property
     def settings_digest(self) -> str:
@@ -117,7 +122,7 @@ def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
         state = _living(run, facts)
         if state is None:
             state = _launch(run, preflight(run))
-        _get_ready(run, facts.target, state, stop)
+        _get_ready(run, facts, state, stop)
         return state
 
 
@@ -133,7 +138,7 @@ def attach(run: Run, *, stop: Stop | None = None) -> ServerState | None:
     with _locked(run, stop):
         found = _living(run, facts)
         if found is not None:
-            _get_ready(run, facts.target, found, stop)
+            _get_ready(run, facts, found, stop)
         return found
 
 
@@ -159,18 +164,31 @@ def stop_server(run: Run) -> list[str]:
     if state is None:
         return ["no server was started for this run"]
     with _locked(run, None):
-        return _end(state)
+        return _end(run, state)
 
 
-def _end(state: ServerState) -> list[str]:
-    state.shm = sorted(set(state.shm) | set(_mapped_shm(state)))
-    count, killed = process.end(state.pid, state.mark, _STOP_PATIENCE_S)
-    lines = [f"{count} processes ended" + (f", {killed} of them by SIGKILL" if killed else "")]
-    for path in [*filter(None, [state.ring]), *state.shm]:
-        if Path(path).exists():
-            fs.remove(Path(path))
-            lines.append(f"{path} removed")
+def _end(run: Run, state: ServerState) -> list[str]:
+    """End it, verify that nothing is left, and note it.
+
+    Raises: EngineError where something is.
+    """
+    lines, whole = end_server(state.pid, state.mark, state.port, [state.ring, *state.shm], _STOP_PATIENCE_S)
+    shutil.rmtree(state.plugin, ignore_errors=True)
+    state.stopped = state.stopped or time.time()
+    save_state(run, state)
+    if not whole:
+        told = "\n  ".join(line for line in lines if line.startswith("left:"))
+        raise EngineError(
+            f"the server of {run.dir} was stopped, but not all of it is gone:\n  {told}",
+            cause="a process that waits in the kernel, or a port that another one took meanwhile",
+            next="eyas serve clean   # once more, later",
+        )
     return lines
+
+
+def server_died(run: Run, state: ServerState) -> EngineError:
+    """The error for a server that ended by itself: the likely cause, and where its log is."""
+    return _diagnosis(run, state, "ready", f"SGLang (pid {state.pid}) ended by itself")
 
 
 def _settings(facts: Facts) -> dict[str, Any]:
@@ -216,7 +234,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
     if not (run.dir / "recipe.toml").exists():
         save_recipe(run)
     port = run.recipe.engine.port or _free_port(launch.host)
-    ring = f"/dev/shm/eyas-{run.dir.name}-{token}.ring" if launch.tap else ""
+    ring = ring_path(run.dir.name, token) if launch.tap else ""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     state = ServerState(
         url=f"http://{launch.host}:{port}",
@@ -239,6 +257,10 @@ def _launch(run: Run, facts: Facts) -> ServerState:
     if launch.tap:
         Ring.create(ring, run.recipe.capture.ring_bytes, facts.layout)
         env |= _inject(state, facts, env.get("PYTHONPATH", ""))
+    elif _needs_stub(facts):
+        fs.write_atomic(Path(state.plugin) / "vllm" / "__init__.py", "", durable=False)
+        fs.write_atomic(Path(state.plugin) / "vllm" / "_custom_ops.py", VLLM_STUB, durable=False)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [state.plugin, env.get("PYTHONPATH", "")]))
     started = process.launch(state.command, env, Path(state.log))
     state.pid, state.created = started.pid, started.create_time()
     state.layers["process alive"] = round(time.time() - state.started, 2)
@@ -262,74 +284,92 @@ def _inject(state: ServerState, facts: Facts, path: str) -> dict[str, str]:
         "official_flag": launch.official_flag,
         "patience_s": _TAP_PATIENCE_S,
     }
-    stub = launch.device == "cpu" and "vllm" not in facts.interpreter.engines
-    added = write_plugin(Path(state.plugin), settings, vllm_stub=stub)
+    added = write_plugin(Path(state.plugin), settings, vllm_stub=_needs_stub(facts))
     return added | {"PYTHONPATH": os.pathsep.join(filter(None, [added["PYTHONPATH"], path]))}
 
 
-def _get_ready(run: Run, target: Target, state: ServerState, stop: Stop | None) -> None:
-    watched = Watched(
-        state.pid,
-        state.created,
-        state.mark,
-        state.url,
-        Path(state.log),
-        Path(state.events),
-        state.started,
-        state.layers,
-    )
+def _needs_stub(facts: Facts) -> bool:
+    """SGLang on a CPU imports vLLM's operators."""
+    return facts.launch.device == "cpu" and "vllm" not in facts.interpreter.engines
+
+
+def _get_ready(run: Run, facts: Facts, state: ServerState, stop: Stop | None) -> None:
+    """Climb the layers that are not reached yet; what fails is ended."""
+    files = Path(state.log), Path(state.events)
+    watched = Watched(state.pid, state.created, state.mark, state.url, *files, state.started, state.layers)
 
     def reached() -> None:
-        state.shm = sorted(set(state.shm) | set(_mapped_shm(state)))
+        state.shm = sorted((shm_of(process.members(state.pid, state.mark)) | set(state.shm)) - {state.ring})
         save_state(run, state)
+
+    def diagnose(layer: str) -> EngineError:
+        told = "gives no sign of work" if state.alive() else "ended"
+        return _diagnosis(run, state, layer, f"SGLang (pid {state.pid}) {told} while waiting for: {layer}")
+
+    def watch() -> None:
+        if stop is not None and stop.signum is not None:
+            raise Interrupted(stop.signum, "serve: stopped in the self-test", next="start it again")
+        if not state.alive():
+            raise diagnose("self-test passed")
 
     try:
         climb(
             watched,
-            _layers(watched, target, bool(state.ring)),
+            _layers(watched, facts, state, watch),
             patience_s=run.recipe.engine.patience_s,
             stop=stop,
             reached=reached,
-            diagnose=partial(_ended, watched),
+            diagnose=diagnose,
         )
     except (EngineError, Interrupted):
-        for line in _end(state):
+        for line in _end(run, state):
             say(f"serve: {line}")
         raise
 
 
-def _layers(watched: Watched, target: Target, tap: bool) -> list[Layer]:
-    if not tap:
+def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[[], None]) -> list[Layer]:
+    if not state.ring:
         weights: Layer = ("weights loaded", lambda: watched.logged(WEIGHTS_LINE))
         return [weights, ("listening", watched.listening), ("warm", watched.warm)]
-    token_ids = [token % target.vocab_size for token in range(10, 18)]
+    token_ids = [token % facts.target.vocab_size for token in range(10, 18)]
+    ranks = flags_of(state.command)["tp_size"]
     return [
-        ("plugin loaded", lambda: watched.event("plugin") is not None),
-        ("weights loaded", lambda: watched.event("layers") is not None),
+        ("plugin loaded", lambda: watched.event("plugin", role="scheduler") is not None),
+        ("weights loaded", lambda: watched.ranks("layers") >= ranks),
         ("listening", watched.listening),
         ("warm", watched.warm),
-        ("tap fired", lambda: fire(watched, token_ids)),
+        ("tap fired", lambda: fire(watched, Ring.attach(state.ring), token_ids)),
+        ("self-test passed", lambda: _test_states(facts, state, watch)),
     ]
 
 
-def _ended(watched: Watched, layer: str) -> EngineError:
-    told = "did not get on" if watched.alive() else "ended"
-    lines = "\n  ".join(tail(watched.log, 12))
-    return EngineError(
-        f"SGLang {told} while waiting for: {layer}; its log ends:\n  {lines}", next=f"less {watched.log}"
+def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) -> bool:
+    """Run the self-test and keep its figures. Raises EngineError where it fails."""
+    dtype = facts.run.recipe.engine.dtype
+    passed = self_test(facts.target, state.aux_layer_ids, dtype, state.url, state.ring, watch=watch)
+    state.self_test = passed.figures()
+    for line in passed.lines():
+        say(f"serve: self-test: {line}")
+    return True
+
+
+def _diagnosis(run: Run, state: ServerState, layer: str, seen: str) -> EngineError:
+    """Look at the server as it is now, and say what is the matter with it."""
+    return as_error(examine_server(state, layer), seen, Path(state.log), run.command("doctor"))
+
+
+def examine_server(state: ServerState, layer: str) -> Evidence:
+    """What this server does, while it is waited for `layer` ("": it is ready)."""
+    return examine(
+        process.members(state.pid, state.mark),
+        log=Path(state.log),
+        layer=layer,
+        engine_python=state.command[0],
+        model_path=state.command[state.command.index("--model-path") + 1],
+        flags=flags_of(state.command),
+        exit_code=process.reap(state.pid),
+        refused=next((event for event in read_events(Path(state.events)) if event["event"] == "refused"), None),
     )
-
-
-def _mapped_shm(state: ServerState) -> list[str]:
-    """Files in /dev/shm that the server's processes have mapped, the ring left out."""
-    found: set[str] = set()
-    for member in process.members(state.pid, state.mark):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{member.pid}/maps").read_text().splitlines():
-                path = line.partition("/dev/shm/")[2]
-                if path and not path.endswith(" (deleted)"):
-                    found.add(f"/dev/shm/{path}")
-    return sorted(found - {state.ring})
 
 
 def _free_port(host: str) -> int:

@@ -1,0 +1,153 @@
+"""What a server leaves, and how it is removed: only what is of this run, or whose owner is dead.
+
+A ring's name carries the start that it belongs to and the pid namespace that it was made in:
+/dev/shm/eyas-NAMESPACE-RUN-TOKEN.ring. In a container that shares /dev/shm with others only its own are touched.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from eyas import fs
+from eyas.engine import process
+from eyas.engine.gpu import gpus
+from eyas.progress import size
+
+SHM = Path("/dev/shm")
+_RING = re.compile(r"eyas-(\d+)-.*-([0-9a-f]{8})\.ring$")
+_SGLANG = "sglang_loads_*.shm"
+_FRESH_S = 60.0  # a ring is made some seconds before the process is there that maps it
+_GPU_PATIENCE_S = 30.0
+
+
+def namespace() -> str:
+    """Number of this process' pid namespace."""
+    return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))  # noqa: PTH115
+
+
+def ring_path(run_name: str, token: str) -> str:
+    return str(SHM / f"eyas-{namespace()}-{run_name}-{token}.ring")
+
+
+def shm_of(processes: Iterable[psutil.Process]) -> set[str]:
+    """Files in /dev/shm that these processes have mapped, as far as they can be looked at.
+
+    Told by inode: a semaphore is mapped under a name that it has for a moment only.
+    """
+    inodes: set[int] = set()
+    for one in processes:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{one.pid}/maps").read_text().splitlines():
+                if f" {SHM}/" in line:
+                    inodes.add(int(line.split()[4]))
+    return {str(path) for path in SHM.iterdir() if path.is_file() and path.stat().st_ino in inodes}
+
+
+def end_server(session: int, mark: str, port: int, shm: Iterable[str], patience_s: float) -> tuple[list[str], bool]:
+    """End all processes of a server and remove its shared memory; verify each thing.
+
+    Args:
+        shm: paths that are its own, the ring among them; what its processes map now is added.
+    Returns: lines for the user, and whether all is gone; lines about what is not start with `left:`.
+    """
+    members = process.members(session, mark)
+    pids, own = {member.pid for member in members}, {*filter(None, shm)} | shm_of(members)
+    held_before = _gpu_bytes(pids)
+    count, killed = process.end(session, mark, patience_s)
+    lines = [f"{count} processes ended" + (f", {killed} of them by SIGKILL" if killed else "")] if count else []
+    left = [f"left: process {one.pid}: {process.command_of(one.pid)}" for one in process.members(session, mark)]
+    lines += remove_shm(own)
+    left += [f"left: {path}: still there" for path in sorted(own) if Path(path).exists()]
+    holder = process.port_holder(port)
+    if holder is None:
+        lines.append(f"port {port} is free")
+    else:
+        left.append(f"left: port {port} is held by process {holder[0]}: {holder[1]}")
+    if held_before:
+        still = _gpu_given_back(pids)
+        lines += [] if still else [f"{size(held_before)} of GPU memory given back"]
+        left += [f"left: {size(still)} of GPU memory"] if still else []
+    return lines + left, not left
+
+
+def remove_shm(paths: Iterable[str]) -> list[str]:
+    """Remove files that are there; a line for each."""
+    lines = []
+    for path in sorted(set(paths)):
+        with contextlib.suppress(FileNotFoundError):
+            amount = Path(path).stat().st_size
+            fs.remove(Path(path))
+            lines.append(f"{path} ({size(amount)}) removed")
+    return lines
+
+
+def _gpu_bytes(pids: set[int]) -> int:
+    return sum(amount for gpu in gpus() for pid, amount in gpu.holders.items() if pid in pids)
+
+
+def _gpu_given_back(pids: set[int]) -> int:
+    """Bytes that these processes still hold after up to 30 s: the driver takes a while."""
+    deadline = time.monotonic() + _GPU_PATIENCE_S
+    while (held := _gpu_bytes(pids)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return held
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What dead servers left on this machine.
+
+    Attributes:
+        rings: files of dead starts.
+        orphans: processes whose server's first process is gone.
+        others: SGLang's own files that nobody maps and no run of Eyas recorded; they are not removed.
+    """
+
+    rings: list[str]
+    orphans: list[psutil.Process]
+    others: list[str]
+
+
+def find_leftovers() -> Leftovers:
+    """Look through /dev/shm and all processes. Nothing is changed."""
+    everyone = list(psutil.process_iter())
+    mapped = shm_of(everyone)
+    marks = {one.pid: process.mark_of_process(one) for one in everyone}
+    tokens = {mark.rpartition(":")[2] for mark in marks.values() if mark}
+    rings = [
+        str(path)
+        for path in sorted(SHM.glob("eyas-*.ring"))
+        if (match := _RING.search(path.name))
+        and match[1] == namespace()
+        and match[2] not in tokens
+        and str(path) not in mapped
+        and time.time() - path.stat().st_ctime > _FRESH_S
+    ]
+    others = [str(path) for path in sorted(SHM.glob(_SGLANG)) if str(path) not in mapped]
+    return Leftovers(rings, [one for one in everyone if _is_orphan(one, marks)], others)
+
+
+def _is_orphan(one: psutil.Process, marks: dict[int, str]) -> bool:
+    """Marked, and the first process of its session is gone or carries another mark."""
+    mark = marks[one.pid]
+    if not mark:
+        return False
+    try:
+        return marks.get(os.getsid(one.pid), "") != mark
+    except ProcessLookupError:
+        return False
+
+
+def clean(found: Leftovers) -> list[str]:
+    """Remove what `find_leftovers` found; a line for each."""
+    lines = []
+    for mark in sorted({process.mark_of_process(one) for one in found.orphans} - {""}):
+        count, _ = process.end(0, mark, 10.0)
+        lines.append(f"{count} processes of a dead server ended ({mark.rpartition(':')[0]})")
+    return lines + remove_shm(found.rings)
