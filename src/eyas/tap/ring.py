@@ -59,6 +59,7 @@ class Counters(NamedTuple):
         dropped_rows: rows that were not kept, whatever the reason.
         waited_s: time the engine's forward path spent waiting for room.
         producer_pid, consumer_pid: 0 where there is none.
+        head: bytes published, fillers included; `head - used_bytes` of them are released.
     """
 
     capacity_bytes: int
@@ -71,6 +72,7 @@ class Counters(NamedTuple):
     waited_s: float
     producer_pid: int
     consumer_pid: int
+    head: int
 
 
 class Ring:
@@ -144,9 +146,10 @@ class Ring:
         """Totals; anyone may ask, also while others write."""
         get = self._get
         tail = get("tail")  # before head: a tail that is read later might be past it
+        head = get("head")
         return Counters(
             self.capacity,
-            get("head") - tail,
+            head - tail,
             get("reserved_rows"),
             get("rows"),
             get("blocks"),
@@ -155,6 +158,7 @@ class Ring:
             get("waited_ns") / 1e9,
             get("producer_pid"),
             get("consumer_pid"),
+            head,
         )
 
     # The producer's side. `reserve` and `abandon` belong to one thread, `publish` to one, the same or another.
