@@ -4,6 +4,7 @@ import typer
 
 from eyas.cli import (
     convert,  # noqa: F401, I001  adds `import` and `export` to store.app
+    doctor,
     export,
     init,
     plan,
@@ -11,6 +12,7 @@ from eyas.cli import (
     regenerate,
     report,
     run,
+    serve,
     stage_commands,
     status,
     store,
@@ -28,4 +30,6 @@ def register(app: typer.Typer) -> None:
     app.command()(export.export)
     app.command()(status.status)
     app.command()(report.report)
+    app.command()(doctor.doctor)
+    app.add_typer(serve.app, name="serve")
     app.add_typer(store.app, name="store")

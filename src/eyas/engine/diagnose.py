@@ -8,6 +8,7 @@ import psutil
 
 from eyas.engine.causes import Finding, findings
 from eyas.engine.evidence import Evidence, Member, examine
+from eyas.engine.readiness import READY_LINE, WEIGHTS_LINE
 from eyas.errors import EngineError
 from eyas.progress import duration, size
 
@@ -79,8 +80,8 @@ def log_of(pid: int) -> Path | None:
     return None
 
 
-def examine_pid(pid: int, layer: str = "") -> Evidence:
-    """Any process and what it started; what it serves is read from its command line.
+def examine_pid(pid: int) -> Evidence:
+    """Any server and what it started; what it serves is read from its command line, how far it got from its log.
 
     Raises: EngineError where there is no such process.
     """
@@ -91,8 +92,15 @@ def examine_pid(pid: int, layer: str = "") -> Evidence:
         raise EngineError(f"no process {pid}", next="ps -ef | grep sglang") from None
     model = next((words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--model-path", "--model")), "")
     flags = {name: _flag(words, spellings) for name, spellings in _FLAGS.items()}
-    python = words[0] if words else ""
-    return examine(processes, log=log_of(pid), layer=layer, engine_python=python, model_path=model, flags=flags)
+    log, python = log_of(pid), words[0] if words else ""
+    layer = _layer(log.read_text(encoding="utf-8", errors="replace")) if log else ""
+    return examine(processes, log=log, layer=layer, engine_python=python, model_path=model, flags=flags)
+
+
+def _layer(log: str) -> str:
+    """What a server waits for, by the lines of its log."""
+    steps = {"weights loaded": WEIGHTS_LINE, "listening": "Application startup complete", "warm": READY_LINE}
+    return next((layer for layer, line in steps.items() if line not in log), "")
 
 
 _FLAGS = {

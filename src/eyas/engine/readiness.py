@@ -29,6 +29,15 @@ from eyas.progress import duration, say
 from eyas.signals import Stop
 from eyas.tap.ring import Ring
 
+LAYERS = (
+    "process alive",
+    "plugin loaded",
+    "weights loaded",
+    "listening",
+    "warm",
+    "tap fired",
+    "self-test passed",
+)
 READY_LINE = "The server is fired up and ready to roll"
 WEIGHTS_LINE = "Load weight end"
 _POLL_S = 0.25

@@ -5,28 +5,26 @@ that a kill of Eyas at any moment leaves nothing that the next command doesn't f
 """
 
 import contextlib
-import fcntl
-import json
 import os
 import shutil
 import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eyas import fs
 from eyas.engine import process
-from eyas.engine.diagnose import as_error, flags_of
-from eyas.engine.evidence import Evidence, examine
+from eyas.engine.diagnose import flags_of
 from eyas.engine.inject import VLLM_STUB, write_plugin
 from eyas.engine.leftovers import end_server, ring_path, shm_of
 from eyas.engine.preflight import Facts, preflight
-from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire, read_events
+from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire
 from eyas.engine.selftest import self_test
 from eyas.engine.sglang import base_env
+from eyas.engine.state import ServerState, engine_dir, load_state, locked, save_state
+from eyas.engine.status import diagnosis
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import say
 from eyas.run import Run, save_recipe
@@ -38,77 +36,6 @@ _STOP_PATIENCE_S = 30.0
 _TAP_PATIENCE_S = 30.0
 
 
-@dataclass
-class ServerState:
-    """What runs/NAME/engine/server.json holds.
-
-    Attributes:
-        pid, created: the first process and its creation time; 0 until it is there.
-        mark: value of EYAS_SERVER in the environment of all its processes.
-        url, port: where it listens.
-        ring: path of the shared memory, "" for a server without the tap.
-        log, events, plugin: files and folder of this start.
-        command, version, profile, device: what was started.
-        aux_layer_ids: in our meaning.
-        settings: what the states depend on; a running server of other settings is not used.
-        settings_digest: digest of `settings`.
-        started: unix time.
-        layers: layers of readiness reached, name -> seconds after `started`.
-        shm: files in /dev/shm that its processes mapped, the ring not among them.
-        self_test: figures of the self-test.
-        stopped: unix time at which Eyas ended it; 0 before.
-    """
-
-    url: str
-    port: int
-    ring: str
-    log: str
-    events: str
-    plugin: str
-    command: list[str]
-    version: str
-    profile: str
-    device: str
-    aux_layer_ids: list[int]
-    settings: dict[str, Any]
-    mark: str
-    pid: int = 0
-    created: float = 0.0
-    started: float = 0.0
-    layers: dict[str, float] = field(default_factory=dict)
-    shm: list[str] = field(default_factory=list)
-    self_test: dict[str, Any] = field(default_factory=dict)
-    stopped: float = 0.0
-
-    @property
-    def settings_digest(self) -> str:
-        return fs.digest_json(self.settings)
-
-    @property
-    def ready(self) -> bool:
-        return ("self-test passed" if self.ring else "warm") in self.layers
-
-    def alive(self) -> bool:
-        return self.pid > 0 and process.alive(self.pid, self.created)
-
-
-def engine_dir(run: Run) -> Path:
-    return run.dir / "engine"
-
-
-def load_state(run: Run) -> ServerState | None:
-    """What the last start left, whether its server still runs or not."""
-    path = engine_dir(run) / "server.json"
-    try:
-        return ServerState(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-
-
-def save_state(run: Run, state: ServerState) -> None:
-    fs.write_json(engine_dir(run) / "server.json", asdict(state))
-
-
 def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
     """Start the run's server and wait until it is ready; one that runs already with these settings is returned.
 
@@ -118,7 +45,7 @@ def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
         diagnosis; Interrupted. What this call started is stopped then.
     """
     facts = Facts(run)
-    with _locked(run, stop):
+    with locked(run, stop):
         state = _living(run, facts)
         if state is None:
             state = _launch(run, preflight(run))
@@ -135,7 +62,7 @@ def attach(run: Run, *, stop: Stop | None = None) -> ServerState | None:
     if state is None or not state.alive():
         return None
     facts = Facts(run)
-    with _locked(run, stop):
+    with locked(run, stop):
         found = _living(run, facts)
         if found is not None:
             _get_ready(run, facts, found, stop)
@@ -163,7 +90,7 @@ def stop_server(run: Run) -> list[str]:
     state = load_state(run)
     if state is None:
         return ["no server was started for this run"]
-    with _locked(run, None):
+    with locked(run, None):
         return _end(run, state)
 
 
@@ -184,11 +111,6 @@ def _end(run: Run, state: ServerState) -> list[str]:
             next="eyas serve clean   # once more, later",
         )
     return lines
-
-
-def server_died(run: Run, state: ServerState) -> EngineError:
-    """The error for a server that ended by itself: the likely cause, and where its log is."""
-    return _diagnosis(run, state, "ready", f"SGLang (pid {state.pid}) ended by itself")
 
 
 def _settings(facts: Facts) -> dict[str, Any]:
@@ -304,7 +226,7 @@ def _get_ready(run: Run, facts: Facts, state: ServerState, stop: Stop | None) ->
 
     def diagnose(layer: str) -> EngineError:
         told = "gives no sign of work" if state.alive() else "ended"
-        return _diagnosis(run, state, layer, f"SGLang (pid {state.pid}) {told} while waiting for: {layer}")
+        return diagnosis(run, state, layer, f"SGLang (pid {state.pid}) {told} while waiting for: {layer}")
 
     def watch() -> None:
         if stop is not None and stop.signum is not None:
@@ -353,46 +275,7 @@ def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) ->
     return True
 
 
-def _diagnosis(run: Run, state: ServerState, layer: str, seen: str) -> EngineError:
-    """Look at the server as it is now, and say what is the matter with it."""
-    return as_error(examine_server(state, layer), seen, Path(state.log), run.command("doctor"))
-
-
-def examine_server(state: ServerState, layer: str) -> Evidence:
-    """What this server does, while it is waited for `layer` ("": it is ready)."""
-    return examine(
-        process.members(state.pid, state.mark),
-        log=Path(state.log),
-        layer=layer,
-        engine_python=state.command[0],
-        model_path=state.command[state.command.index("--model-path") + 1],
-        flags=flags_of(state.command),
-        exit_code=process.reap(state.pid),
-        refused=next((event for event in read_events(Path(state.events)) if event["event"] == "refused"), None),
-    )
-
-
 def _free_port(host: str) -> int:
     with socket.socket() as free:
         free.bind((host, 0))
         return int(free.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _locked(run: Run, stop: Stop | None) -> Iterator[None]:
-    """One start or stop of a run's server at a time; the lock goes with its process."""
-    fs.make_folder(engine_dir(run))
-    with (engine_dir(run) / "lock").open("a") as lock:
-        told = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    say(f"serve: another eyas starts or stops the server of {run.dir}; waiting for it")
-                    told = True
-            if stop is not None and stop.signum is not None:
-                raise Interrupted(stop.signum, "serve: stopped while another eyas starts the server", next="again")
-            time.sleep(0.2)
-        yield

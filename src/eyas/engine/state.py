@@ -1,0 +1,116 @@
+"""What Eyas remembers of a run's server: `runs/NAME/engine/server.json`, and the lock beside it."""
+
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from eyas import fs
+from eyas.engine import process
+from eyas.engine.readiness import LAYERS
+from eyas.errors import Interrupted
+from eyas.progress import say
+from eyas.run import Run
+from eyas.signals import Stop
+
+
+@dataclass
+class ServerState:
+    """What runs/NAME/engine/server.json holds.
+
+    Attributes:
+        pid, created: the first process and its creation time; 0 until it is there.
+        mark: value of EYAS_SERVER in the environment of all its processes.
+        url, port: where it listens.
+        ring: path of the shared memory, "" for a server without the tap.
+        log, events, plugin: files and folder of this start.
+        command, version, profile, device: what was started.
+        aux_layer_ids: in our meaning.
+        settings: what the states depend on; a running server of other settings is not used.
+        settings_digest: digest of `settings`.
+        started: unix time.
+        layers: layers of readiness reached, name -> seconds after `started`.
+        shm: files in /dev/shm that its processes mapped, the ring not among them.
+        self_test: figures of the self-test.
+        stopped: unix time at which Eyas ended it; 0 before.
+    """
+
+    url: str
+    port: int
+    ring: str
+    log: str
+    events: str
+    plugin: str
+    command: list[str]
+    version: str
+    profile: str
+    device: str
+    aux_layer_ids: list[int]
+    settings: dict[str, Any]
+    mark: str
+    pid: int = 0
+    created: float = 0.0
+    started: float = 0.0
+    layers: dict[str, float] = field(default_factory=dict)
+    shm: list[str] = field(default_factory=list)
+    self_test: dict[str, Any] = field(default_factory=dict)
+    stopped: float = 0.0
+
+    @property
+    def settings_digest(self) -> str:
+        return fs.digest_json(self.settings)
+
+    @property
+    def next_layer(self) -> str:
+        """The layer of readiness that comes next; "" once it is ready."""
+        tapless = ("plugin loaded", "tap fired", "self-test passed")
+        wanted = [name for name in LAYERS if self.ring or name not in tapless]
+        return next((name for name in wanted if name not in self.layers), "")
+
+    @property
+    def ready(self) -> bool:
+        return not self.next_layer
+
+    def alive(self) -> bool:
+        return self.pid > 0 and process.alive(self.pid, self.created)
+
+
+def engine_dir(run: Run) -> Path:
+    return run.dir / "engine"
+
+
+def load_state(run: Run) -> ServerState | None:
+    """What the last start left, whether its server still runs or not."""
+    path = engine_dir(run) / "server.json"
+    try:
+        return ServerState(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def save_state(run: Run, state: ServerState) -> None:
+    fs.write_json(engine_dir(run) / "server.json", asdict(state))
+
+
+@contextlib.contextmanager
+def locked(run: Run, stop: Stop | None) -> Iterator[None]:
+    """One start or stop of a run's server at a time; the lock goes with its process."""
+    fs.make_folder(engine_dir(run))
+    with (engine_dir(run) / "lock").open("a") as lock:
+        told = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    say(f"serve: another eyas starts or stops the server of {run.dir}; waiting for it")
+                    told = True
+            if stop is not None and stop.signum is not None:
+                raise Interrupted(stop.signum, "serve: stopped while another eyas starts the server", next="again")
+            time.sleep(0.2)
+        yield
