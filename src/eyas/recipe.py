@@ -6,7 +6,7 @@ as comments. `--set table.key=value` overrides a key; the value is read as TOML,
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from eyas.settings import (
     Evaluate,
     Export,
     Regenerate,
+    Serving,
     Source,
     Store,
     Table,
@@ -49,6 +50,7 @@ class Recipe(Table):
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
+    serving: Serving = Serving()
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -164,5 +166,17 @@ def _resolve(recipe: Recipe, path: Path) -> Recipe:
     engine_paths = {"python": absolute(python) if "/" in python else python}
     engine_paths["profile"] = absolute(profile) if profile.endswith(".toml") else profile
     engine = recipe.engine.model_copy(update=engine_paths)
+    serving = _resolve_serving(recipe.serving, absolute)
     update = {"name": recipe.name or path.stem, "runs_dir": str(Path(recipe.runs_dir).expanduser().resolve())}
-    return recipe.model_copy(update=update | {"data": data, "target": target, "engine": engine, "train": train})
+    return recipe.model_copy(
+        update=update | {"data": data, "target": target, "engine": engine, "train": train, "serving": serving}
+    )
+
+
+def _resolve_serving(table: Serving, absolute: Callable[[str], str]) -> Serving:
+    paths = {
+        "python": absolute(table.python) if "/" in table.python else table.python,
+        "profile": absolute(table.profile) if table.profile.endswith(".toml") else table.profile,
+        "drafter": table.drafter and absolute(table.drafter),
+    }
+    return table.model_copy(update=paths | {"prompts": [absolute(prompts) for prompts in table.prompts]})

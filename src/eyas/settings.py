@@ -354,3 +354,65 @@ class Export(Table):
     sglang_version: str = Field(
         "0.5.23", description="SGLang release whose layer-id rule the folder follows (0.5.11 to 0.5.23)."
     )
+
+
+class Serving(Table):
+    kind: Literal["", "sglang", "vllm"] = Field(
+        "",
+        description="Engine that the drafter is measured in, tuned for and served by; empty: none, and `eyas run` ends "
+        "with export.",
+    )
+    python: str = Field(
+        "", description="Interpreter of that engine's environment; empty: engine.python, with engine.env."
+    )
+    drafter: str = Field(
+        "", description="Folder of the drafter that is served; empty: the run's export/. Relative to the recipe file."
+    )
+    dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
+        "", description="Number type the engine serves in; empty: engine.dtype."
+    )
+    profile: str = Field(
+        "",
+        description="Named set of server flags and environment, or a TOML file of one; empty: what `eyas tune` found "
+        "for this run, else `serving`.",
+    )
+    args: list[str] = Field(
+        default_factory=list, description='Flags for the server on top of the profile\'s, such as ["--tp-size", "8"].'
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables for the server on top of the profile's."
+    )
+    host: str = Field("127.0.0.1", description="Address the server listens on.")
+    port: int = Field(0, ge=0, le=65535, description="Port of the server; 0: a free one.")
+    drafts: int = Field(3, ge=1, le=16, description="Tokens drafted in a row before each verification.")
+    top_k: int = Field(
+        1, ge=1, le=16, description="Drafts tried for each token: 1 is a chain, more make a tree (SGLang only)."
+    )
+    draft_tokens: int = Field(
+        0, ge=0, description="Tokens verified at once, the newest one included; 0: drafts + 1. For trees."
+    )
+    prompts: list[str] = Field(
+        default_factory=list,
+        description='Files of prompts, one set each: lines of {"id", "prompt"}, {"turns": [...]} or {"messages": '
+        "[...]}; empty: the run's held-out prompts. Relative to the recipe file.",
+    )
+    max_prompts: int = Field(0, ge=0, description="Most prompts taken from each set; 0: all.")
+    concurrency: list[Annotated[int, Field(ge=1)]] = Field(
+        [1], min_length=1, description="Numbers of streams at once that are measured, such as [1, 16]."
+    )
+    prompts_per_stream: int = Field(
+        0, ge=0, description="Prompts that each stream answers of a set, so that one stream takes fewer; 0: all."
+    )
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy, and outputs are compared.")
+    max_new_tokens: int = Field(256, ge=1, description="Longest answer, tokens.")
+    seed: int = Field(0, description="Seed of sampling; each answer has its own, made of it.")
+    repeats: int = Field(3, ge=1, description="How often each set is measured.")
+    servers: int = Field(
+        1, ge=1, description="Servers kept at once, so that repeats interleave; as many as memory has room for."
+    )
+    parity_prompts: int = Field(
+        32, ge=0, description="Prompts on which engine, replay and reference decoding are compared; 0: none."
+    )
+    max_gap: float = Field(
+        0.03, gt=0, description="Largest relative difference of their acceptance lengths that passes."
+    )
