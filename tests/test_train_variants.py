@@ -32,14 +32,14 @@ def test_norm_switches_equal_one_row_at_a_time(switches: dict[str, bool]) -> Non
     packed = pack_samples(samples, 3, torch.float64, CPU)
     starts = np.cumsum([0] + [len(mask) for mask in MASKS])
     differs = False
-    for k, features in enumerate(unroll(drafter, embedding, packed, 3)):
-        for row, sample in zip(packed.alignment.steps[k].row, packed.alignment.steps[k].sample, strict=True):
+    for k, hidden in enumerate(unroll(drafter, embedding, packed, 3)):
+        step = packed.alignment.steps[k]
+        for found, row, sample in zip(hidden, step.row, step.sample, strict=True):
             position = int(packed.alignment.rows[row] - starts[sample])
-            expected = naive_feature(drafter, embedding, samples[sample], position, k)
-            torch.testing.assert_close(features[row], expected, rtol=1e-9, atol=1e-9)
-            differs = differs or not torch.allclose(
-                expected, naive_feature(plain, embedding, samples[sample], position, k)
-            )
+            expected = drafter.norm(naive_feature(drafter, embedding, samples[sample], position, k))
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+            unswitched = plain.norm(naive_feature(plain, embedding, samples[sample], position, k))
+            differs = differs or not torch.allclose(expected, unswitched)
     assert differs
 
 

@@ -17,18 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from eyas.drafter.align import Alignment
-from eyas.drafter.fusing import fused_on_cuda
+from eyas.drafter.align import Alignment, IntArray
+from eyas.drafter.ops import has_kernels, take_rows, widen
 
 # Rows attended in one piece by the eager form. Samples lie side by side, so a chunk's keys span its own samples only:
 # with samples of 150 tokens a chunk of 256 rows meets about 500 keys instead of a whole packed row.
 CHUNK_ROWS = 256
-
-
-def widen(x: Tensor) -> Tensor:
-    """At least fp32: what norms, softmax and losses are computed in (fp64 stays fp64, for exact tests)."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def attend(
@@ -58,6 +54,31 @@ def attend(
     return out.reshape(r, -1)
 
 
+class OwnEntries:
+    """Keys and values that each row has made at steps 1..k, so far.
+
+    Attributes:
+        keys, values: one tensor [R, Hk, D] a step.
+        stacked: where kernels read and write them, [2, steps - 1, R, Hk, D]; None for the eager form.
+    """
+
+    def __init__(self, steps: int, rows: int, kv_heads: int, head_dim: int, like: Tensor) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.stacked = like.new_empty(2, steps - 1, rows, kv_heads, head_dim) if has_kernels(like) else None
+
+    def place(self) -> tuple[Tensor | None, Tensor | None]:
+        """Where the next step's are to be written; None: anywhere."""
+        if self.stacked is None:
+            return None, None
+        step = len(self.keys)
+        return self.stacked[0, step], self.stacked[1, step]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self.keys.append(keys)
+        self.values.append(values)
+
+
 class EagerAttention:
     """The reference: chunks of rows, each against the keys of its own samples."""
 
@@ -71,12 +92,14 @@ class EagerAttention:
             visible = (keys <= at[:, None]) & (keys >= start[at][:, None])
             self.chunks.append((slice(low, low + len(at)), slice(first, end), torch.from_numpy(visible).to(device)))
 
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor]
-    ) -> Tensor:
-        """[R, Hq, D] queries of the computed rows, [S, Hk, D] step-0 keys and values -> [R, Hq * D]."""
+    def context(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values that rows see; the same for every step, so taken once."""
+        return keys, values
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: OwnEntries) -> Tensor:
+        """[R, Hq, D] queries of the computed rows, step-0 keys and values as `context` gave them -> [R, Hq * D]."""
         pieces = [
-            attend(queries[r], keys[s], values[s], [k[r] for k in own_keys], [v[r] for v in own_values], visible)
+            attend(queries[r], keys[s], values[s], [k[r] for k in own.keys], [v[r] for v in own.values], visible)
             for r, s, visible in self.chunks
         ]
         return torch.cat(pieces)
@@ -101,123 +124,76 @@ class FlashAttention:
         place = rows - first[sample] + query_offsets[sample]
         keys_kept = np.concatenate([np.arange(a, b + 1) for a, b in zip(starts, last, strict=True)])
         self.queries = int(query_offsets[-1])
+        places, kept, cu_queries, cu_keys = to_device(
+            [place, keys_kept, query_offsets, np.concatenate([[0], np.cumsum(key_lengths)])], device
+        )
         # None where the stretches hold computed rows only, as in samples with one answer: nothing to scatter then.
-        self.place = None if self.queries == len(rows) else torch.from_numpy(place).to(device)
-        self.keys_kept = None if len(keys_kept) == len(start) else torch.from_numpy(keys_kept).to(device)
-        self.cu_queries = _cumulative(query_lengths, device)
-        self.cu_keys = _cumulative(key_lengths, device)
+        self.place = None if self.queries == len(rows) else places
+        self.keys_kept = None if len(keys_kept) == len(start) else kept
+        self.cu_queries, self.cu_keys = cu_queries.int(), cu_keys.int()
         self.max_queries, self.max_keys = int(query_lengths.max()), int(key_lengths.max())
 
     def context(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept keys and values; the same for every step, so taken once."""
+        """The keys and values up to each sample's last computed row."""
         if self.keys_kept is None:
             return keys, values
-        return keys[self.keys_kept], values[self.keys_kept]
+        return take_rows(keys, self.keys_kept), take_rows(values, self.keys_kept)
 
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, own_keys: Sequence[Tensor], own_values: Sequence[Tensor]
-    ) -> Tensor:
-        """As EagerAttention, with keys and values from `context`."""
-        if own_keys:
-            own = torch.stack([*own_keys]), torch.stack([*own_values])
-        else:
-            own = queries.new_empty(0, *keys.shape), queries.new_empty(0, *values.shape)
-        return _MergedFlash.apply(queries, keys, values, *own, self).flatten(1)
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: OwnEntries) -> Tensor:
+        """As EagerAttention."""
+        attended: Tensor = _MergedFlash.apply(queries, keys, values, own.stacked, self, *own.keys, *own.values)
+        return attended.flatten(1)
 
 
 class _MergedFlash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        own_keys: Tensor,
-        own_values: Tensor,
-        at: FlashAttention,
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, stacked: Tensor, at: FlashAttention, *own: Tensor
     ) -> Tensor:
+        from eyas.drafter.kernels import merge
+
+        steps = len(own) // 2
         spread = _spread(queries, at)
         out, lse, *random = torch.ops.aten._flash_attention_forward(
             spread, keys, values, at.cu_queries, at.cu_keys, at.max_queries, at.max_keys, 0.0, True, False
         )
-        lse = lse.T  # [Hq, rows] -> [rows, Hq]
-        if len(own_keys):
-            merged, joint = _merge(_gather(out, at), _gather(lse, at), queries, own_keys, own_values)
-            out, lse = _spread(merged, at), _spread(joint, at)
-        ctx.save_for_backward(spread, keys, values, own_keys, own_values, out, lse, *random[:2])
-        ctx.at = at
-        return _gather(out, at)
+        if steps:
+            merge.forward(out, lse, spread, stacked[0, :steps], stacked[1, :steps], at.place)
+        ctx.save_for_backward(spread, keys, values, stacked, out, lse, *random[:2])
+        ctx.at, ctx.steps = at, steps
+        return out if at.place is None else out[at.place]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        spread, keys, values, own_keys, own_values, out, lse, seed, offset = ctx.saved_tensors
-        at, (grad,) = ctx.at, grads
-        grad = grad.contiguous()
+        from eyas.drafter.kernels import merge
+
+        queries, keys, values, stacked, out, lse, *random = ctx.saved_tensors
+        at, steps = ctx.at, ctx.steps
+        grad = _spread(grads[0].contiguous(), at)
+        bounds = (at.cu_queries, at.cu_keys, at.max_queries, at.max_keys)
         d_queries, d_keys, d_values = torch.ops.aten._flash_attention_backward(
-            _spread(grad, at),
-            spread,
-            keys,
-            values,
-            out,
-            lse.T.contiguous(),
-            at.cu_queries,
-            at.cu_keys,
-            at.max_queries,
-            at.max_keys,
-            0.0,
-            True,
-            seed,
-            offset,
+            grad, queries, keys, values, out, lse, *bounds, 0.0, True, *random
         )
-        d_queries = _gather(d_queries, at)
-        if not len(own_keys):
-            return d_queries, d_keys, d_values, None, None, None
-        queries, out, lse = _gather(spread, at), _gather(out, at), _gather(lse, at)
-        own_d_queries, d_own_keys, d_own_values = _merge_backward(grad, queries, out, lse, own_keys, own_values)
-        return d_queries + own_d_queries, d_keys, d_values, d_own_keys, d_own_values, None
-
-
-@fused_on_cuda
-def _merge(out: Tensor, lse: Tensor, queries: Tensor, own_keys: Tensor, own_values: Tensor) -> tuple[Tensor, Tensor]:
-    """Joint softmax of a block (out [R, Hq, D], lse [R, Hq]) and k single entries a row ([k, R, Hk, D])."""
-    scores = _own_scores(queries, own_keys)  # [k, R, Hk, G]
-    grouped_lse = lse.unflatten(1, scores.shape[2:])
-    joint = torch.logsumexp(torch.cat([grouped_lse[None], scores]), dim=0)  # [R, Hk, G]
-    merged = (grouped_lse - joint).exp()[..., None] * out.unflatten(1, scores.shape[2:]).float()
-    merged = merged + ((scores - joint).exp()[..., None] * own_values[:, :, :, None].float()).sum(0)
-    return merged.flatten(1, 2).to(out.dtype), joint.flatten(1)
-
-
-@fused_on_cuda
-def _merge_backward(
-    grad: Tensor, queries: Tensor, out: Tensor, lse: Tensor, own_keys: Tensor, own_values: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients that pass through the single entries: of queries, own keys and own values."""
-    scores = _own_scores(queries, own_keys)
-    shape = scores.shape[2:]
-    wide = grad.float().unflatten(1, shape)  # [R, Hk, G, D]
-    weights = (scores - lse.unflatten(1, shape)).exp()
-    delta = (wide * out.float().unflatten(1, shape)).sum(-1)
-    d_weights = (wide * own_values[:, :, :, None].float()).sum(-1)
-    d_scores = weights * (d_weights - delta) * queries.shape[-1] ** -0.5  # [k, R, Hk, G]
-    d_queries = (d_scores[..., None] * own_keys[:, :, :, None].float()).sum(0).flatten(1, 2)
-    d_own_keys = (d_scores[..., None] * queries.float().unflatten(1, shape)).sum(3)
-    d_own_values = (weights[..., None] * wide).sum(3)
-    return d_queries.to(queries.dtype), d_own_keys.to(own_keys.dtype), d_own_values.to(own_values.dtype)
-
-
-def _own_scores(queries: Tensor, own_keys: Tensor) -> Tensor:
-    grouped = queries.float().unflatten(1, (own_keys.shape[2], -1)) * queries.shape[-1] ** -0.5
-    return (grouped * own_keys[:, :, :, None].float()).sum(-1)
+        d_own: tuple[Tensor, ...] = ()
+        if steps:
+            own_keys, own_values = stacked[0, :steps], stacked[1, :steps]
+            d_own_keys, d_own_values = merge.backward(
+                grad, out, lse, queries, own_keys, own_values, at.place, d_queries
+            )
+            d_own = (*d_own_keys.unbind(), *d_own_values.unbind())
+        if at.place is not None:
+            d_queries = d_queries[at.place]
+        return d_queries, d_keys, d_values, None, None, *d_own
 
 
 def _spread(rows: Tensor, at: FlashAttention) -> Tensor:
-    return rows if at.place is None else rows.new_zeros(at.queries, *rows.shape[1:]).index_copy(0, at.place, rows)
+    return rows if at.place is None else rows.new_zeros(at.queries, *rows.shape[1:]).index_copy_(0, at.place, rows)
 
 
-def _gather(spread: Tensor, at: FlashAttention) -> Tensor:
-    return spread if at.place is None else spread[at.place]
-
-
-def _cumulative(lengths: Any, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+def to_device(arrays: Sequence[IntArray], device: torch.device) -> list[Tensor]:
+    """Index arrays on a device, in one copy that the host does not wait for."""
+    flat = torch.from_numpy(np.concatenate(arrays))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    return list(flat.to(device, non_blocking=True).split([len(array) for array in arrays]))

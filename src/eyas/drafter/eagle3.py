@@ -18,8 +18,6 @@ Shapes: R rows, H hidden, Hq/Hk query/key-value heads, D head_dim, V target voca
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eyas.drafter.attention import widen
+from eyas.drafter import ops
+from eyas.drafter.ops import rotate, widen
 from eyas.errors import TrainError
 from eyas.settings import Drafter as DrafterTable
 from eyas.target import Target
@@ -102,15 +101,14 @@ class DrafterConfig:
 
 
 class Linear(nn.Linear):
-    """A bias-free linear map; its fp32 master weight is cast to the input's dtype, and its gradient is fp32 again."""
+    """A bias-free linear map; its fp32 master weight is cast to the input's dtype."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
-        self._cast: Tensor | None = None
 
     def cast(self, dtype: torch.dtype) -> Tensor:
         """The weight in a compute dtype."""
-        return self._cast if self._cast is not None else self.weight.to(dtype)
+        return self.weight.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.cast(x.dtype))
@@ -125,7 +123,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(widen(x), x.shape[-1:], self.weight, self.eps).to(x.dtype)
+        return ops.norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -231,18 +229,6 @@ class Drafter(nn.Module):
                 if parameter.dim() == 2:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
-    @contextmanager
-    def cast_once(self, dtype: torch.dtype) -> Iterator[None]:
-        """Within the block every linear map uses one cast of its weight, whatever the number of steps that read it."""
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
-        try:
-            for linear in linears:
-                linear._cast = linear.weight.to(dtype)
-            yield
-        finally:
-            for linear in linears:
-                linear._cast = None
-
     @property
     def draft_ids(self) -> Tensor:
         """Target ids of the draft vocabulary, int64 [Vd], rising."""
@@ -255,12 +241,16 @@ class Drafter(nn.Module):
 
     def combine(self, aux: Tensor) -> Tensor:
         """The target's aux states [.., 3H], layers side by side -> the features [.., H] of step 0."""
+        return self.fc(self.fc_input(aux))
+
+    def fc_input(self, aux: Tensor) -> Tensor:
+        """Aux states as fc reads them, [.., 3H]."""
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:
             layers = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(layer) for norm, layer in zip(self.fc_norm, layers, strict=True)], dim=-1)
-        return self.fc(aux)
+        return aux
 
     def feed_back(self, features: Tensor) -> Tensor:
         """What the next step takes as features, from this step's pre-norm ones."""
@@ -269,12 +259,6 @@ class Drafter(nn.Module):
     def logits(self, features: Tensor) -> Tensor:
         """Pre-norm features [R, H] -> logits over the draft vocabulary, fp32 [R, Vd]."""
         return widen(self.lm_head(self.norm(features)))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Llama's half-split form: x [R, heads, D], cos and sin [R, 1, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def load_drafter(folder: Path) -> Drafter:

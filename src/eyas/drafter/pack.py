@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.align import Alignment, BoolArray, align
+from eyas.drafter.attention import EagerAttention, FlashAttention, to_device
+from eyas.drafter.ops import Picked
 
 
 class Stored(Protocol):
@@ -27,6 +29,40 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
+class StepIndex:
+    """The trained rows of one step, on the pack's device.
+
+    Attributes:
+        picked: which of the computed rows they are.
+        teacher: index into the teaching positions, int64 [n].
+        share: 1 / rows of the row's sample that are trained at step 0, at least fp32 [n].
+    """
+
+    picked: Picked
+    teacher: Tensor
+    share: Tensor
+
+
+@dataclass(frozen=True)
+class PackIndex:
+    """The alignment on the pack's device, so that a step waits for no copy.
+
+    Attributes:
+        rows: positions that some step trains, int64 [R].
+        final_rows: of each teaching position its row of `final`, int64 [P].
+        steps: per step, its trained rows.
+        trained: how many rows each step trains, int64 [steps].
+        attention: how rows see the context.
+    """
+
+    rows: Tensor
+    final_rows: Tensor
+    steps: list[StepIndex]
+    trained: Tensor
+    attention: EagerAttention | FlashAttention
+
+
+@dataclass(frozen=True)
 class Pack:
     """A packed row of S tokens.
 
@@ -38,6 +74,7 @@ class Pack:
         loss_mask: bool [S], on the CPU.
         final: post-norm final hidden states of supervised positions, compute dtype [F, H].
         alignment: which row learns what, on the CPU.
+        index: the same on the pack's device.
     """
 
     ids: list[str]
@@ -47,6 +84,7 @@ class Pack:
     aux: Tensor
     final: Tensor
     alignment: Alignment
+    index: PackIndex
 
     @property
     def sequences(self) -> int:
@@ -59,6 +97,7 @@ def pack_samples(samples: Sequence[Stored], steps: int, dtype: torch.dtype, devi
     lengths = [len(sample.token_ids) for sample in samples]
     aux = torch.cat([sample.aux_hidden_states.flatten(1) for sample in samples])
     masks = [sample.loss_mask.numpy().astype(bool) for sample in samples]
+    alignment = align(masks, steps)
     return Pack(
         ids=[sample.id for sample in samples],
         token_ids=torch.cat([sample.token_ids for sample in samples]).to(device, torch.int64),
@@ -66,8 +105,28 @@ def pack_samples(samples: Sequence[Stored], steps: int, dtype: torch.dtype, devi
         loss_mask=np.concatenate(masks),
         aux=aux.to(device, dtype),
         final=torch.cat([sample.final_hidden_states for sample in samples]).to(device, dtype),
-        alignment=align(masks, steps),
+        alignment=alignment,
+        index=index_pack(alignment, dtype, device),
     )
+
+
+def index_pack(alignment: Alignment, dtype: torch.dtype, device: torch.device) -> PackIndex:
+    """The alignment's indices on a device, all in one copy that the host does not wait for."""
+    divisor = np.maximum(alignment.trained_at_0, 1)
+    arrays = [alignment.rows, alignment.final_rows, np.array([len(step.row) for step in alignment.steps])]
+    for step in alignment.steps:
+        place = np.full(len(alignment.rows), -1)
+        place[step.row] = np.arange(len(step.row))
+        arrays += [step.row, place, step.teacher, divisor[step.sample]]
+    rows, final_rows, trained, *flat = to_device(arrays, device)
+    wide = torch.promote_types(dtype, torch.float32)
+    steps = [
+        StepIndex(Picked(row, place), teacher, 1 / count.to(wide))
+        for row, place, teacher, count in zip(*(flat[k::4] for k in range(4)), strict=True)
+    ]
+    flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and len(rows) > 0
+    attention = FlashAttention(alignment, device) if flash else EagerAttention(alignment, device)
+    return PackIndex(rows, final_rows, steps, trained, attention)
 
 
 def fill_packs(lengths: Sequence[int], budget: int) -> list[int]:

@@ -13,71 +13,93 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from eyas.drafter.attention import EagerAttention, FlashAttention
-from eyas.drafter.eagle3 import Drafter, MidLayer
-from eyas.drafter.fusing import fused_on_cuda
+from eyas.drafter.attention import OwnEntries
+from eyas.drafter.eagle3 import Drafter
+from eyas.drafter.ops import Heads, Picked, TokenShare, add_norm, add_norms, norm, silu_mul, take_rows, to_heads
 from eyas.drafter.pack import Pack
+from eyas.drafter.weights import SharedWeight, linear
 
 
 def unroll(drafter: Drafter, embedding: Tensor, pack: Pack, steps: int) -> Iterator[Tensor]:
-    """Features after each step at the rows that some step trains.
+    """What lm_head reads at the rows that are trained at each step.
 
     Args:
         embedding: the target's embedding [V, H], any float dtype; no gradient flows into it.
         steps: how many steps; the pack must have been aligned for at least as many.
-    Yields: pre-norm features [R, H], R = len(pack.alignment.rows), in the pack's dtype.
+    Yields: features after the last norm [n, H] in the pack's dtype, n = len(pack.alignment.steps[k].row).
     """
-    layer = drafter.midlayer
-    device, dtype, last = pack.aux.device, pack.aux.dtype, len(pack.token_ids) - 1
-    rows = torch.from_numpy(pack.alignment.rows).to(device)
-    # Past the end of a pack lie only rows that nothing trains; any token serves there.
-    token_of = (rows[None] + 1 + torch.arange(steps, device=device)[:, None]).clamp(max=last)  # [steps, R]
-    after = torch.arange(1, last + 2, device=device).clamp(
-        max=last
-    )  # the token that each position's row sees at step 0
+    layer, index = _Layer(drafter, pack.aux.dtype), pack.index
+    share = layer.share(embedding[pack.token_ids].to(pack.aux.dtype))
+    features = linear(drafter.fc_input(pack.aux), SharedWeight([drafter.fc.weight], pack.aux.dtype))
+    normed = layer.norm_feature(features)
+    keys, values = layer.context(normed, share, drafter.rope(pack.positions, features))
+    keys, values = index.attention.context(keys, values)
 
-    embed_query, embed_kv = _embed_half(layer, embedding[pack.token_ids].to(dtype))
-    features = drafter.combine(pack.aux)
-    cos, sin = drafter.rope(pack.positions, features)
-    keys, values = _key_value(layer, features, cos, sin, embed_kv[after])
-    attend: FlashAttention | EagerAttention
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        attend = FlashAttention(pack.alignment, device)
-        keys, values = attend.context(keys, values)
-    else:
-        attend = EagerAttention(pack.alignment, device)
-    features, positions = features[rows], pack.positions[rows]
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
+    features, normed = take_rows(features, index.rows), take_rows(normed, index.rows)
+    step_positions = pack.positions[index.rows] + torch.arange(steps, device=features.device)[:, None]
+    cos, sin = (angle.unflatten(0, (steps, -1)) for angle in drafter.rope(step_positions.flatten(), features))
+    own = OwnEntries(steps, len(features), layer.heads.keys, layer.heads.dim, features)
     for step in range(steps):
-        cos, sin = drafter.rope(positions + step, features)
-        if step > 0:
-            features = drafter.feed_back(features)
-            key, value = _key_value(layer, features, cos, sin, embed_kv[token_of[step]])
-            own_keys.append(key)
-            own_values.append(value)
-        queries = _query(layer, features, cos, sin, embed_query[token_of[step]])
-        features = _finish(layer, features, attend(queries, keys, values, own_keys, own_values))
-        yield features
+        queries = layer.queries(normed, share, index.rows, step, (cos[step], sin[step]), own)
+        attended = index.attention(queries, keys, values, own)
+        features, normed, picked = layer.finish(features, normed, attended, index.steps[step].picked, step == steps - 1)
+        yield picked
 
 
-@fused_on_cuda
-def _embed_half(layer: MidLayer, embeds: Tensor) -> tuple[Tensor, Tensor]:
-    return layer.self_attn.embed_half(layer.input_layernorm(embeds))
+class _Layer:
+    """The drafter's layer over one pack: its weights cast once, and its forward cut where rows meet the context."""
 
+    def __init__(self, drafter: Drafter, dtype: torch.dtype) -> None:
+        layer = drafter.midlayer
+        attention, mlp = layer.self_attn, layer.mlp
+        self.heads = Heads(attention.heads, attention.kv_heads, attention.head_dim)
+        self.config, self.last_norm, self.layer, self.eps = drafter.config, drafter.norm, layer, drafter.norm.eps
+        # Columns before the split read the embedding, those after it the feature.
+        projections = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        self.qkv = SharedWeight(projections, dtype, split=self.config.hidden_size)
+        self.out = SharedWeight([attention.o_proj.weight], dtype)
+        self.gate_up = SharedWeight([mlp.gate_proj.weight, mlp.up_proj.weight], dtype)
+        self.down = SharedWeight([mlp.down_proj.weight], dtype)
+        self.query_width = self.heads.queries * self.heads.dim
 
-@fused_on_cuda
-def _key_value(
-    layer: MidLayer, features: Tensor, cos: Tensor, sin: Tensor, embed_half: Tensor
-) -> tuple[Tensor, Tensor]:
-    return layer.self_attn.key_value(embed_half, layer.hidden_norm(features), cos, sin)
+    def share(self, embeds: Tensor) -> TokenShare:
+        """A token adds the same to queries, keys and values whatever the step and row that read it."""
+        return TokenShare(linear(norm(embeds, self.layer.input_layernorm.weight, self.eps), self.qkv, part=0))
 
+    def norm_feature(self, features: Tensor) -> Tensor:
+        return norm(features, self.layer.hidden_norm.weight, self.eps)
 
-@fused_on_cuda
-def _query(layer: MidLayer, features: Tensor, cos: Tensor, sin: Tensor, embed_half: Tensor) -> Tensor:
-    return layer.self_attn.query(embed_half, layer.hidden_norm(features), cos, sin)
+    def context(self, normed: Tensor, share: TokenShare, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Step-0 keys and values of all positions, [S, Hk, D]; position j has read token t[j+1]."""
+        heads, first = Heads(0, self.heads.keys, self.heads.dim), self.query_width
+        projected = linear(normed, self.qkv, part=1, rows=slice(first, None))
+        _, keys, values = to_heads(projected, heads, share, first, None, 1, angles)
+        return keys, values
 
+    def queries(
+        self, normed: Tensor, share: TokenShare, rows: Tensor, step: int, angles: tuple[Tensor, Tensor], own: OwnEntries
+    ) -> Tensor:
+        """Queries of the computed rows [R, Hq, D]; from step 1 on, keys and values too, which go to their own."""
+        if step == 0:
+            projected = linear(normed, self.qkv, part=1, rows=slice(self.query_width))
+            return to_heads(projected, Heads(self.heads.queries, 0, self.heads.dim), share, 0, rows, 1, angles)[0]
+        projected = linear(normed, self.qkv, part=1)
+        queries, keys, values = to_heads(projected, self.heads, share, 0, rows, 1 + step, angles, (None, *own.place()))
+        own.append(keys, values)
+        return queries
 
-@fused_on_cuda
-def _finish(layer: MidLayer, features: Tensor, attended: Tensor) -> Tensor:
-    return layer.finish(features, attended)
+    def finish(
+        self, features: Tensor, normed: Tensor, attended: Tensor, picked: Picked, last: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The next step's features and their norm [R, H], and what lm_head reads of the picked rows."""
+        residual = normed if self.config.norm_before_residual else features
+        hidden, mlp_input = add_norm(
+            residual, linear(attended, self.out), self.layer.post_attention_layernorm.weight, self.eps
+        )
+        added = linear(silu_mul(linear(mlp_input, self.gate_up)), self.down)
+        if self.config.norm_output:
+            _, features = add_norm(hidden, added, self.last_norm.weight, self.eps)
+            return features, self.norm_feature(features), take_rows(features, picked.rows)
+        weight = None if last else self.layer.hidden_norm.weight
+        features, next_normed, of_picked = add_norms(hidden, added, weight, self.last_norm.weight, picked, self.eps)
+        return features, normed if next_normed is None else next_normed, of_picked

@@ -101,11 +101,9 @@ def replay(drafter: Drafter, embedding: Tensor, pack: Pack, drafts: int) -> list
     """Acceptance of each sample of a pack, drafts by argmax (temperature 0), in a chain of `drafts`."""
     hits = np.zeros((len(pack.token_ids), drafts), dtype=bool)
     draft_ids = drafter.draft_ids
-    for k, features in enumerate(unroll(drafter, embedding, pack, drafts) if pack.sequences else ()):
-        step = pack.alignment.steps[k]
-        rows = torch.from_numpy(step.row).to(features.device)
-        at = torch.from_numpy(pack.alignment.rows[step.row]).to(features.device)
-        drafted = draft_ids[drafter.logits(features[rows]).argmax(-1)]
+    for k, hidden in enumerate(unroll(drafter, embedding, pack, drafts) if pack.sequences else ()):
+        at = pack.index.rows[pack.index.steps[k].picked.rows]
+        drafted = draft_ids[drafter.lm_head(hidden).argmax(-1)]
         hits[at.cpu().numpy(), k] = (drafted == pack.token_ids[at + 2 + k]).cpu().numpy()
     start = pack.alignment.start
     bounds = [int(first) for first in np.unique(start)] + [len(start)]

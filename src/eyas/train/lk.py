@@ -21,8 +21,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from eyas.drafter.attention import widen
 from eyas.drafter.fusing import fused_on_cuda
+from eyas.drafter.ops import widen
 from eyas.train.fused import RowLosses
 
 # alpha below this counts as this much: the log stays finite, and its gradient points the same way.

@@ -10,16 +10,14 @@ that the drafter can't propose, and its renormalised distribution teaches nothin
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.drafter.attention import widen
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import Pack
 from eyas.drafter.ttt import unroll
 from eyas.settings import Train
 from eyas.train import lk
-from eyas.train.fused import HeadLoss, RowLosses, cross_entropy
+from eyas.train.fused import Lesson, RowLosses, Teachers, cross_entropy, head_loss
 
 
 def row_losses(table: Train) -> RowLosses:
@@ -66,26 +64,15 @@ def pack_loss(
         decay: weight of step k is decay^k, unitless.
         losses: the loss L of a row.
     """
-    device = pack.aux.device
-    alignment = pack.alignment
+    index = pack.index
     with torch.no_grad():
-        finals = pack.final[torch.from_numpy(alignment.final_rows).to(device)]
-        target_probs = widen(F.linear(finals, lm_head_draft.to(finals.dtype))).softmax(-1)
-        in_vocab = drafter.t2d[target_argmax].to(target_probs.dtype)
-    per_sample = 1.0 / torch.from_numpy(alignment.trained_at_0).to(device).clamp(min=1).to(target_probs.dtype)
-    total = target_probs.new_zeros(())
-    per_step, hits, rows = [], [], []
-    draft_ids = drafter.draft_ids
-    with drafter.cast_once(pack.aux.dtype):
-        for k, features in enumerate(unroll(drafter, embedding, pack, steps)):
-            at = alignment.steps[k]
-            row, teacher, sample = (torch.from_numpy(index).to(device) for index in (at.row, at.teacher, at.sample))
-            weights = in_vocab[teacher] * per_sample[sample]
-            hidden = drafter.norm(features[row])
-            lm_head = drafter.lm_head.weight
-            step_loss, drafts = HeadLoss.apply(hidden, lm_head, target_probs, teacher, weights, losses)
-            total = total + decay**k * step_loss
-            per_step.append(step_loss.detach())
-            hits.append((draft_ids[drafts] == target_argmax[teacher]).sum())
-            rows.append(torch.tensor(len(row), device=device))
-    return PackLoss(total, torch.stack(per_step), torch.stack(hits), torch.stack(rows))
+        teachers = Teachers.of(pack.final[index.final_rows], lm_head_draft)
+        in_vocab = drafter.t2d[target_argmax].to(teachers.log_sum.dtype)
+    weights = [in_vocab[step.teacher] * step.share * decay**k for k, step in enumerate(index.steps[:steps])]
+    lessons = [Lesson(step.teacher, weight) for step, weight in zip(index.steps, weights, strict=False)]
+    hidden = list(unroll(drafter, embedding, pack, steps))
+    sums, drafts = head_loss(hidden, drafter.lm_head.weight, teachers, lessons, losses)
+    correct = drafter.draft_ids[drafts] == torch.cat([target_argmax[lesson.teacher] for lesson in lessons])
+    hits = [step.sum() for step in correct.split([len(rows) for rows in hidden])]
+    per_step = sums.detach() / decay ** torch.arange(steps, device=sums.device)
+    return PackLoss(sums.sum(), per_step, torch.stack(hits), index.trained[:steps])
