@@ -15,6 +15,8 @@ ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
     ("dp_size", 1, "each replica and attention group would need a ring of its own"),
     ("attn_dp_size", 1, "each attention group would need a ring of its own"),
     ("attn_cp_size", 1, "the rows of a prompt are spread over ranks"),
+    ("dcp_size", 1, "the rows of a prompt are spread over ranks"),
+    ("enable_prefill_cp", False, "the rows of a prompt are spread over ranks"),
     ("enable_prefill_context_parallel", False, "the rows of a prompt are spread over ranks"),
     ("enable_nsa_prefill_context_parallel", False, "the rows of a prompt are spread over ranks"),
     ("enable_two_batch_overlap", False, "layers that run two half batches collect nothing"),
