@@ -3,11 +3,16 @@
 Counts come from `prepare` where it has run, else from the sources' budgets, else from what the user says.
 """
 
+import contextlib
+import shlex
 from pathlib import Path
 
+from eyas import fs
 from eyas.data.presets import PRESETS
 from eyas.data.read import source_files
-from eyas.errors import DataError, RecipeError, TargetError
+from eyas.engine.leftovers import SHM
+from eyas.engine.preflight import Facts, faults
+from eyas.errors import DataError, EyasError, RecipeError, StoreFull, TargetError
 from eyas.need import Need, both_units, counted, room
 from eyas.run import Run
 from eyas.settings import Source
@@ -71,7 +76,26 @@ def plan_lines(run: Run, need: Need, rate: float) -> list[str]:
         lines.append(f"capture   {need.tokens / rate / 3600:,.1f} hours at {rate:,.0f} tokens/s (--rate)")
     else:
         lines.append("capture   say --rate TOKENS_PER_S for hours; `eyas run --limit 50` measures yours")
-    return lines + _shortfalls(run, ours)
+    lines += _shortfalls(run, ours)
+    return lines if run.recipe.engine.kind == "local" else lines + engine_lines(run)
+
+
+def engine_lines(run: Run) -> list[str]:
+    """The server's exact command line, its shared memory, and all that preflight finds missing."""
+    facts, lines = Facts(run), []
+    with contextlib.suppress(EyasError):  # what is in the way is told by preflight below
+        launch, port = facts.launch, run.recipe.engine.port
+        lines.append(f"engine    SGLang {launch.version}, profile {launch.profile.name}: {launch.profile.about}")
+        lines.append(f"command   {shlex.join(launch.command(port))}" + ("" if port else "   # port 0: a free one"))
+        lines += [f"          {name}={shlex.quote(value)}" for name, value in launch.env.items()]
+        if launch.tap:
+            lines.append("          PYTHONPATH and EYAS_TAP: a folder of this run, through which the tap gets in")
+            ring, free = run.recipe.capture.ring_bytes, fs.free_bytes(SHM)
+            lines.append(f"/dev/shm  {both_units(ring)} for the ring (capture.ring_bytes), {both_units(free)} free")
+    for error in faults(run):
+        if not isinstance(error, StoreFull):  # the disk is in the lines above
+            lines.append(f"short:    {error.seen}" + (f"; next: {error.next}" if error.next else ""))
+    return lines
 
 
 def _source_line(source: Source) -> str:

@@ -19,7 +19,7 @@ from eyas.engine import process
 from eyas.engine.find import Interpreter, find_engine
 from eyas.engine.flags import read_flags
 from eyas.engine.gpu import Gpu, gpus, visible
-from eyas.engine.sglang import Launch, base_env, plan_launch
+from eyas.engine.sglang import Launch, base_env, check_release, plan_launch
 from eyas.errors import EngineError, EyasError, RecipeError, StoreFull, TargetError
 from eyas.need import Need, both_units, counted, room
 from eyas.progress import size
@@ -87,7 +87,12 @@ def faults(run: Run) -> Iterator[EyasError]:
 
 
 def check_engine(facts: Facts) -> None:
-    """Importable in that interpreter, and of a release that is known."""
+    """SGLang is in that interpreter, of a release that is known."""
+    check_release(facts.interpreter.engines["sglang"])
+
+
+def check_launch(facts: Facts) -> None:
+    """The recipe's own keys make a command line."""
     _ = facts.launch
 
 
@@ -288,6 +293,7 @@ def check_flags(facts: Facts) -> None:
 CHECKS: tuple[Callable[[Facts], None], ...] = (
     check_engine,
     check_model,
+    check_launch,
     check_port,
     check_ring,
     check_memory,
