@@ -53,6 +53,7 @@ def end_server(session: int, mark: str, port: int, shm: Iterable[str], patience_
     """End all processes of a server and remove its shared memory; verify each thing.
 
     Args:
+        port: where it listened; 0: not looked at.
         shm: paths that are its own, the ring among them; what its processes map now is added.
     Returns: lines for the user, and whether all is gone; lines about what is not start with `left:`.
     """
@@ -64,10 +65,10 @@ def end_server(session: int, mark: str, port: int, shm: Iterable[str], patience_
     left = [f"left: process {one.pid}: {process.command_of(one.pid)}" for one in process.members(session, mark)]
     lines += remove_shm(own)
     left += [f"left: {path}: still there" for path in sorted(own) if Path(path).exists()]
-    holder = process.port_holder(port)
-    if holder is None:
+    holder = process.port_holder(port) if port else None
+    if port and holder is None:
         lines.append(f"port {port} is free")
-    else:
+    elif holder is not None:
         left.append(f"left: port {port} is held by process {holder[0]}: {holder[1]}")
     if held_before:
         still = _gpu_given_back(pids)

@@ -20,12 +20,13 @@ from eyas.engine.diagnose import flags_of
 from eyas.engine.inject import VLLM_STUB, write_plugin
 from eyas.engine.leftovers import end_server, ring_path, shm_of
 from eyas.engine.preflight import Facts, preflight
+from eyas.engine.profile import load_profile
 from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire
 from eyas.engine.selftest import self_test
 from eyas.engine.sglang import base_env
 from eyas.engine.state import ServerState, engine_dir, load_state, locked, save_state
 from eyas.engine.status import diagnosis
-from eyas.errors import EngineError, Interrupted
+from eyas.errors import EngineError, Interrupted, RecipeError
 from eyas.progress import say
 from eyas.run import Run, save_recipe
 from eyas.signals import Stop
@@ -48,6 +49,7 @@ def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
     with locked(run, stop):
         state = _living(run, facts)
         if state is None:
+            _clear_dead(run)
             state = _launch(run, preflight(run))
         _get_ready(run, facts, state, stop)
         return state
@@ -71,7 +73,16 @@ def attach(run: Run, *, stop: Stop | None = None) -> ServerState | None:
 
 @contextlib.contextmanager
 def serving(run: Run, *, stop: Stop | None = None) -> Iterator[ServerState]:
-    """The run's server: the one that lives, or one of our own that is stopped at the end."""
+    """The run's server with the tap: the one that lives, or one of our own that is stopped at the end.
+
+    Raises: RecipeError where the profile has no tap; what `attach` and `start_server` raise.
+    """
+    if load_profile(run.recipe.engine.profile).purpose != "capture":
+        raise RecipeError(
+            f"engine.profile = {run.recipe.engine.profile!r} starts a plain server, without the tap",
+            expected='a profile with purpose = "capture"',
+            next="--set engine.profile=extraction",
+        )
     state = attach(run, stop=stop)
     if state is not None:
         say(f"serve: using the server that runs at {state.url} (pid {state.pid})")
@@ -92,6 +103,17 @@ def stop_server(run: Run) -> list[str]:
         return ["no server was started for this run"]
     with locked(run, None):
         return _end(run, state)
+
+
+def _clear_dead(run: Run) -> None:
+    """Remove what the run's last server left, if it ended otherwise than by `stop_server`."""
+    state = load_state(run)
+    if state is None or state.stopped:
+        return
+    lines, _ = end_server(state.pid, state.mark, 0, [state.ring, *state.shm], _STOP_PATIENCE_S)
+    shutil.rmtree(state.plugin, ignore_errors=True)
+    for line in lines:
+        say(f"serve: left by an earlier start: {line}")
 
 
 def _end(run: Run, state: ServerState) -> list[str]:
@@ -137,10 +159,13 @@ def _living(run: Run, facts: Facts) -> ServerState | None:
         return None
     settings = _settings(facts)
     for key in sorted(settings | state.settings):
-        if state.settings.get(key) != settings.get(key):
+        theirs, ours = state.settings.get(key), settings.get(key)
+        if theirs != ours:
+            if isinstance(theirs, list) and isinstance(ours, list):
+                theirs, ours = [one for one in theirs if one not in ours], [one for one in ours if one not in theirs]
             raise EngineError(
-                f"a server of this run lives (pid {state.pid}) with {key} = {state.settings.get(key)!r}",
-                expected=f"{settings.get(key)!r}, by the recipe",
+                f"a server of this run lives (pid {state.pid}) with {key} {theirs!r}",
+                expected=f"{ours!r}, by the recipe",
                 cause="the recipe changed after the server was started",
                 next=f"{run.command('serve stop')}   # then start again",
             )

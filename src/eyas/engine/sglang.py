@@ -52,6 +52,7 @@ WRONG_FOR_CAPTURE: dict[str, tuple[Any, str]] = {
     "speculative_draft_model_path": (None, "a drafter's forward passes are none of the target's"),
     "disaggregation_mode": ("null", "prefill and decode would run on two servers"),
     "is_embedding": (False, "an embedding server has no lm_head"),
+    "cuda_graph_backend_prefill": ("disabled", "Python, and so the tap, does not run when a graph is replayed"),
     "disable_radix_cache": (True, "a cached prefix is not computed again: its rows would be missing"),
 }
 
@@ -145,11 +146,13 @@ def check_own_flags(args: list[str]) -> None:
     """Raises RecipeError for a flag of `engine.args` that a key of the recipe says."""
     for word in args:
         name = word.partition("=")[0]
-        if name in OWN_FLAGS:
+        # argparse takes any unique beginning of a flag for the flag.
+        own = next((flag for flag in OWN_FLAGS if len(name) > 3 and flag.startswith(name)), "")
+        if own:
             raise RecipeError(
                 f"engine.args holds {name}",
                 expected="flags that no other key of the recipe sets",
-                next=f"take it out, and say it with {OWN_FLAGS[name]}",
+                next=f"take it out, and say it with {OWN_FLAGS[own]}",
             )
 
 
