@@ -25,7 +25,10 @@ def register() -> None:
     path = os.environ.get("EYAS_TAP")
     if not path:
         return
-    settings = Settings(**json.loads(Path(path).read_text()))
+    try:
+        settings = Settings(**json.loads(Path(path).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise SystemExit(f"eyas: {path}: {error}") from error
     events = Events(settings.events)
     try:
         with telling(events):
