@@ -335,6 +335,16 @@ class Train(Table):
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
     eval_every: int = Field(200, ge=1, description="Steps between measurements on held-out samples.")
     eval_samples: int = Field(64, ge=1, description="Held-out samples measured while training.")
+    patience: int = Field(
+        0,
+        ge=0,
+        description="Measurements without a better held-out acceptance length until training stops; the best "
+        "checkpoint is then the one that is evaluated and exported. 0: all epochs, and the last one.",
+    )
+    tensorboard: bool = Field(
+        False,
+        description="Write logs/tensorboard too, for `tensorboard --logdir`. Needs `pip install eyas[tensorboard]`.",
+    )
 
 
 class Evaluate(Table):

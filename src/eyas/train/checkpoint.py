@@ -27,9 +27,15 @@ def latest(train_dir: Path) -> Path | None:
 
 
 def save_checkpoint(
-    train_dir: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep: int
+    train_dir: Path,
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    *,
+    keep: int,
+    spare: Path | None = None,
 ) -> Path:
-    """Write step-N durably (partial folder, fsync, rename) and drop the oldest beyond `keep`."""
+    """Write step-N durably (partial folder, fsync, rename) and drop the oldest beyond `keep`, `spare` excepted."""
     train_dir.mkdir(parents=True, exist_ok=True)
     final = train_dir / f"step-{state['step']}"
     partial = train_dir / f"{fs.PARTIAL_PREFIX}{final.name}"
@@ -44,7 +50,8 @@ def save_checkpoint(
     fs.write_json(partial / "state.json", state)
     fs.commit_folder(partial, final)
     for old in sorted(train_dir.glob("step-*"), key=lambda path: int(path.name[5:]))[:-keep]:
-        shutil.rmtree(old)
+        if old != spare:
+            shutil.rmtree(old)
     return final
 
 

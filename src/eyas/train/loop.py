@@ -7,7 +7,7 @@ from eyas import fs
 from eyas.drafter.published import folder_digest
 from eyas.record import Inputs
 from eyas.run import Run
-from eyas.stages import Result
+from eyas.stages import Result, remove_tree
 from eyas.target import load_target
 
 # These do not change what is learned, so a finished run does not depend on them.
@@ -20,12 +20,15 @@ _NO_INPUT = {
     "compile",
     "parallel",
     "timeout_s",
+    "tensorboard",
 }
 
 
 def inputs(run: Run) -> Inputs:
     """What the weights depend on: the store (output of the stage before), the target, [drafter] and [train]."""
-    table = run.recipe.train.model_dump(mode="json", exclude=_NO_INPUT)
+    # With patience, measurements decide where training ends.
+    measured = {"eval_every", "eval_samples"} if run.recipe.train.patience else set()
+    table = run.recipe.train.model_dump(mode="json", exclude=_NO_INPUT - measured)
     train = {f"train.{key}": value for key, value in table.items()}
     drafter = {f"drafter.{key}": value for key, value in run.recipe.drafter.model_dump(mode="json").items()}
     start = {"start drafter": folder_digest(Path(run.recipe.train.start))} if run.recipe.train.start else {}
@@ -33,10 +36,11 @@ def inputs(run: Run) -> Inputs:
 
 
 def discard(run: Run) -> None:
-    """Remove all checkpoints and the log of this stage; the argmax cache is keyed by the store and stays."""
+    """Remove all checkpoints and the logs of this stage; the argmax cache is keyed by the store and stays."""
     for folder in run.train_dir.glob("*step-*"):
         shutil.rmtree(folder)
     fs.remove(run.logs_dir / "train.jsonl")
+    remove_tree(run.logs_dir / "tensorboard")
 
 
 def execute(run: Run) -> Result:

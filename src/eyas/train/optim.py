@@ -32,6 +32,19 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.step()
 
 
+def step_unless(held: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """One step, or none at all where `held` (float32 scalar on the device) is 1: no weight, moment or count changes.
+
+    Fused AdamW reads the flag on the device, as it reads a GradScaler's. Muon can't: there the host waits for it.
+    """
+    if isinstance(optimizer, MuonAndAdamW):
+        if not bool(held):
+            optimizer.step()
+        return
+    optimizer.found_inf = held  # type: ignore[attr-defined]
+    optimizer.step()
+
+
 def make_optimizer(drafter: Drafter, table: Train) -> torch.optim.Optimizer:
     """The recipe's optimizer over the fp32 masters that are trained; norms are not decayed.
 

@@ -4,10 +4,7 @@ One loop for every device. Order of samples, packs and learning rate follow from
 resumed run goes on exactly where its checkpoint stands, bit for bit on the CPU with the same number of threads.
 """
 
-import math
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -32,23 +29,12 @@ from eyas.train.argmax import load_or_make
 from eyas.train.batch import make_schedule, stream_from
 from eyas.train.beginning import begin, describe_head
 from eyas.train.checkpoint import latest, load_checkpoint, save_checkpoint
+from eyas.train.flops import peak_flops, step_flops
 from eyas.train.log import LOG_EVERY, TrainLog
 from eyas.train.loss import PackLoss, pack_loss, row_losses
-from eyas.train.optim import learning_rate, make_optimizer
-
-_SUMS = ("per_step", "hits", "rows")
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What one optimizer step printed of itself; per-step lists are by step k of the training-time test."""
-
-    loss: float
-    loss_per_step: list[float]
-    acceptance: list[float]
-    grad_norm: float
-    lr: float
-    tokens: int
+from eyas.train.optim import learning_rate, make_optimizer, step_unless
+from eyas.train.patience import Patience
+from eyas.train.watch import Anomaly, Meter, StepSums, Watch, find_guilty
 
 
 class Trainer:
@@ -75,6 +61,7 @@ class Trainer:
         self.drafter = self.beginning.drafter.to(self.device)
         self.drafter.lm_head.weight.requires_grad_(not self.table.freeze_lm_head)
         self.optimizer = make_optimizer(self.drafter, self.table)
+        self.watch, self.patience = Watch(self.device), Patience(self.table.patience)
         self.lm_head_draft = self.head.lm_head[self.drafter.draft_ids].to(self.dtype)
         self.embedding = self.head.embedding.to(self.dtype)
         self.schedule = make_schedule(
@@ -91,30 +78,46 @@ class Trainer:
         cache = self.run.train_dir / "target_argmax.safetensors"
         self.argmax = load_or_make(cache, self.reader, self.head, self.run.logs_dir)
         heldout = self._heldout_packs()
+        if self.table.patience and not heldout:
+            raise TrainError(
+                f"train.patience = {self.table.patience}, but {self.run.store_url} has no held-out samples to measure on",
+                next="--set train.patience=0, or prepare again with data.heldout_fraction > 0",
+            )
         samples = stream_from(self.reader, seed=self.table.seed, consumed=self.schedule.samples_before(first))
-        tokens, busy_s, acceptance = 0, 0.0, Acceptance.none(self.run.recipe.evaluate.drafts)
+        acceptance = Acceptance.none(self.run.recipe.evaluate.drafts)
+        meter = Meter(self.device, peak_flops(self.device, self.dtype))
         with (
-            TrainLog(self.run.logs_dir / "train.jsonl", first) as log,
+            TrainLog(self.run.logs_dir, first, tensorboard=self.table.tensorboard) as log,
             Progress("train", steps, "steps", self.run.logs_dir, done=first) as progress,
             stop_on_signals("this step") as stop,
         ):
-            for step in range(first, steps):
-                started = time.perf_counter()
-                figures = self._step(step, samples)
-                busy_s += time.perf_counter() - started
-                tokens += figures.tokens
-                rate, done = tokens / busy_s, step + 1
-                if done % LOG_EVERY == 0 or done == steps:
-                    log.write({"step": done, "tokens_per_s": round(rate, 1)} | _rounded(figures))
-                if done % self.table.eval_every == 0 or done == steps:
+            done, shown = first, ""
+            while done < steps and not self.patience.exhausted:
+                sums = self._step(done, samples)
+                done += 1
+                meter.add(sums)
+                logs, measures = (done % every == 0 or done == steps for every in (LOG_EVERY, self.table.eval_every))
+                saves = done % self.table.checkpoint_every == 0 or done == steps or stop.signum is not None
+                pauses = logs or measures or saves
+                if pauses:
+                    meter.settle()
+                    self._refuse_anomaly(self.watch.check())
+                if logs:
+                    figures = sums.read()
+                    log.write({"step": done} | meter.as_json() | figures.as_json())
+                    shown = f"loss {figures.loss:.3f}, {meter.tokens_per_s:,.0f} tokens/s, "
+                if measures:
                     acceptance = self._measure(heldout)
                     log.write({"step": done, "heldout": acceptance.as_json()})
-                progress.advance(1, f"loss {figures.loss:.3f}, {rate:,.0f} tokens/s, held-out {acceptance.length:.3f}")
-                if done % self.table.checkpoint_every == 0 or done == steps or stop.signum is not None:
+                    saves = self.patience.saw(done, acceptance) or self.patience.exhausted or saves
+                progress.advance(1, f"{shown}held-out {acceptance.length:.3f}")
+                if saves:
                     log.sync()
                     self._save(done)
                 self._maybe_stop(stop, done)
-        return self._result(tokens, busy_s, acceptance)
+                if pauses:
+                    meter.go()
+        return self._result(meter, acceptance)
 
     def _resume(self) -> int:
         """Load the newest checkpoint; returns the number of finished steps."""
@@ -130,10 +133,11 @@ class Trainer:
                 cause="the recipe, the target or the store changed while training was unfinished",
                 next=f"{self.run.command('train', '--redo')}   # starts again; or undo the change to go on",
             )
+        self.patience = Patience(self.table.patience, **state.get("patience", {}))
         say(f"train: going on from {folder.name} of {self.schedule.steps}")
         return int(state["step"])
 
-    def _step(self, step: int, samples: Iterator[Stored]) -> StepFigures:
+    def _step(self, step: int, samples: Iterator[Stored]) -> StepSums:
         """One optimizer step over its packs."""
         taken = [self._pack(list(islice(samples, count))) for count in self.schedule.step(step)]
         tokens = sum(len(pack.token_ids) for pack in taken)
@@ -141,34 +145,53 @@ class Trainer:
         # Samples with fewer than two supervised tokens in a row train nothing; a step of such alone moves nothing.
         packs = [pack for pack in taken if pack.sequences]
         if not packs:
-            return StepFigures(0.0, [0.0] * self.table.ttt_steps, [0.0] * self.table.ttt_steps, 0.0, lr, tokens)
+            return StepSums.of_nothing(self.table.ttt_steps, lr, tokens)
         sequences = sum(pack.sequences for pack in packs)
         losses = []
         for pack in packs:
             losses.append(self._loss(pack))
             (losses[-1].total / sequences).backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.table.clip))
-        loss = sum(float(each.total.detach()) for each in losses) / sequences
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainError(
-                f"step {step + 1}: loss {loss}, gradient norm {norm}; samples {', '.join(_ids(packs))}",
-                expected="finite numbers",
-                cause="states that `verify` did not see, or a learning rate that is too high",
-                next=f"{self.run.command('verify', '--redo')}   # then lower train.lr; earlier checkpoints are kept",
-            )
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.table.clip)
+        loss, per_step, hits, rows = (
+            torch.stack([getattr(each, name).detach() for each in losses]).sum(0)
+            for name in ("total", "per_step", "hits", "rows")
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        held = self.watch.guard(step, loss, norm, [sample_id for pack in packs for sample_id in pack.ids])
+        step_unless(held, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        per_step, hits, rows = (torch.stack([getattr(each, name) for each in losses]).sum(0) for name in _SUMS)
-        return StepFigures(
-            loss=loss,
-            loss_per_step=(per_step / sequences).tolist(),
-            acceptance=(hits / rows.clamp(min=1)).tolist(),
-            grad_norm=norm,
-            lr=lr,
-            tokens=tokens,
+        trained_head = not self.table.freeze_lm_head
+        flops = sum(step_flops(self.drafter.config, pack, trained_head=trained_head) for pack in packs)
+        return StepSums(loss / sequences, per_step / sequences, hits, rows, norm, lr, tokens, flops)
+
+    def _refuse_anomaly(self, anomaly: Anomaly | None) -> None:
+        """Save the weights as they were before the bad step, and name the samples that made it."""
+        if anomaly is None:
+            return
+        kept = self.run.train_dir / f"step-{anomaly.step}"
+        if anomaly.step and not kept.exists():
+            self._save(anomaly.step)
+        guilty = find_guilty(self.reader, anomaly.sample_ids, self._is_finite)
+        raise TrainError(
+            f"step {anomaly.step + 1}: loss {anomaly.loss}, gradient norm {anomaly.grad_norm}; samples "
+            + ", ".join(guilty),
+            expected="finite numbers",
+            cause="states that are finite but far too large for these samples, or a learning rate that is too high",
+            next=f"{self.run.command('verify', '--redo')}   # then lower train.lr"
+            + (f"; the weights before that step are in {kept} (train.start takes them)" if anomaly.step else ""),
         )
+
+    def _is_finite(self, sample: Stored) -> bool:
+        """Whether one sample alone gives a finite loss and gradient with the weights as they are."""
+        pack = self._pack([sample])
+        if not pack.sequences:
+            return True
+        loss = self._loss(pack).total
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.drafter.parameters() if p.grad is not None])
+        self.optimizer.zero_grad(set_to_none=True)
+        return bool(torch.isfinite(loss + norm))
 
     def _pack(self, samples: list[Stored]) -> Pack:
         return pack_samples(samples, self.table.ttt_steps, self.dtype, self.device)
@@ -207,7 +230,10 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         state = {"step": step, "samples": self.schedule.samples_before(step), "inputs": self.inputs}
-        save_checkpoint(self.run.train_dir, self.drafter, self.optimizer, state, keep=self.table.keep_checkpoints)
+        state["patience"] = self.patience.as_json()
+        spare = self.run.train_dir / f"step-{self.patience.best_step}"
+        keep = self.table.keep_checkpoints
+        save_checkpoint(self.run.train_dir, self.drafter, self.optimizer, state, keep=keep, spare=spare)
 
     def _maybe_stop(self, stop: Stop, done: int) -> None:
         if stop.signum is not None and done < self.schedule.steps:
@@ -217,31 +243,22 @@ class Trainer:
                 next=f"{self.run.command('run')}   # goes on from there",
             )
 
-    def _result(self, tokens: int, busy_s: float, acceptance: Acceptance) -> Result:
+    def _result(self, meter: Meter, acceptance: Acceptance) -> Result:
         folder = latest(self.run.train_dir)
         assert folder is not None, "the last step always saves"
+        last_step = int(folder.name[5:])
+        if self.patience.best_step:
+            folder = folder.with_name(f"step-{self.patience.best_step}")
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
-        counts: dict[str, Any] = {"steps": self.schedule.steps, "tokens": tokens, "parameters": parameters}
-        if busy_s:
-            counts["tokens_per_s"] = round(tokens / busy_s, 1)
+        counts: dict[str, Any] = {"steps": last_step, "tokens": meter.tokens, "parameters": parameters}
+        if meter.busy_s:
+            counts |= meter.as_json()
+        if self.patience.limit:
+            counts["early_stop"] = {"best_step": self.patience.best_step, "steps_planned": self.schedule.steps}
         counts |= {"draft_vocab_size": len(self.drafter.d2t), "draft_vocab_coverage": round(self.beginning.coverage, 5)}
         if self.beginning.started is not None:
             counts["start"] = self.beginning.started.as_json()
         if self.table.freeze_lm_head:
             counts["lm_head"] = describe_head(self.drafter, self.lm_head_draft, self.table)
-        counts |= {"checkpoint": folder.name, "heldout": acceptance.as_json()}
+        counts |= {"checkpoint": folder.name, "heldout": self.patience.best or acceptance.as_json()}
         return Result(fs.digest_file(folder / "model.safetensors"), counts)
-
-
-def _rounded(figures: StepFigures) -> dict[str, Any]:
-    return {
-        "loss": round(figures.loss, 5),
-        "loss_per_step": [round(value, 5) for value in figures.loss_per_step],
-        "acceptance": [round(value, 4) for value in figures.acceptance],
-        "grad_norm": round(figures.grad_norm, 4),
-        "lr": figures.lr,
-    }
-
-
-def _ids(packs: list[Pack]) -> list[str]:
-    return [sample_id for pack in packs for sample_id in pack.ids]
