@@ -80,7 +80,7 @@ class Trainer:
         heldout = self._heldout_packs()
         if self.table.patience and not heldout:
             raise TrainError(
-                f"train.patience = {self.table.patience}, but {self.run.store_url} has no held-out samples to measure on",
+                f"train.patience = {self.table.patience}, but {self.run.store_url} has none held out",
                 next="--set train.patience=0, or prepare again with data.heldout_fraction > 0",
             )
         samples = stream_from(self.reader, seed=self.table.seed, consumed=self.schedule.samples_before(first))
