@@ -1,13 +1,14 @@
-"""SGLang's HTTP interface, as much of it as capturing needs: token ids in, log-probabilities of the prompt out.
+"""A server's HTTP interface, as much of it as capturing needs: token ids in, log-probabilities of the prompt out.
 
-Facts from SGLang 0.5.14 and 0.5.23: `/server_info` holds the server's resolved arguments and the scheduler's limits;
-a prompt of `max_req_input_len` tokens or more is refused; `logprob_start_len = s` gives entries for tokens s..N-1, the
-first without a value; a request id that is in flight already is refused with HTTP 400.
+What servers have in common, and SGLang's; vLLM's is in vllm_client.py. Facts from SGLang 0.5.14 and 0.5.23:
+`/server_info` holds the server's resolved arguments and the scheduler's limits; a prompt of `max_req_input_len` tokens
+or more is refused; `logprob_start_len = s` gives entries for tokens s..N-1, the first without a value; a request id
+that is in flight already is refused with HTTP 400.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import numpy as np
@@ -34,7 +35,7 @@ class ServerFacts:
     """What a running server says of itself.
 
     Attributes:
-        version: SGLang's.
+        version: the engine's.
         longest_prompt: most tokens that it takes.
         chunk_tokens: prompts are prefilled in pieces of at most so many tokens; 0: in one.
         dtype: number type it was started with.
@@ -61,7 +62,7 @@ class Prefilled:
     logprobs: npt.NDArray[np.float32]
 
 
-class SGLangClient:
+class EngineClient:
     """Asks one server. A request has no time limit: a worker that was stopped for minutes must lose nothing by it, and
     whether the server lives is seen by its process. Use as an async context manager, from one event loop."""
 
@@ -71,7 +72,7 @@ class SGLangClient:
         self._idle: list[httpx.AsyncClient] = []
         self._clients: list[httpx.AsyncClient] = []
 
-    async def __aenter__(self) -> "SGLangClient":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -81,8 +82,57 @@ class SGLangClient:
     async def facts(self) -> ServerFacts:
         """Ask what runs there.
 
-        Raises: Transient; EngineError where it is no SGLang, or one that hides rows behind its prefix cache.
+        Raises: Transient; EngineError where it is another kind of server, or one that hides rows.
         """
+        raise NotImplementedError
+
+    async def prefill(self, token_ids: Sequence[int], rid: str, logprobs_from: int | None = None) -> Prefilled:
+        """Have the server run one prompt, and emit one token.
+
+        Args:
+            token_ids: the prompt, N ids.
+            rid: request id; its rows come under this name.
+            logprobs_from: s; log-probabilities of tokens s+1..N-1 are asked for. None: none.
+        Raises: Transient; Refused; EngineError for an answer that is no answer.
+        """
+        raise NotImplementedError
+
+    async def abort(self, rid: str) -> None:
+        """Have the server drop a request; nothing happens where it has ended already.
+
+        Raises: Transient.
+        """
+        raise NotImplementedError
+
+    async def _send(self, request: httpx.Request, timeout_s: float | None, parsed: bool = True) -> Any:
+        """The parsed body of a response with HTTP 200; other outcomes as Transient, Refused or EngineError."""
+        request.extensions["timeout"] = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None).as_dict()
+        client = self._idle.pop() if self._idle else self._new_client()
+        try:
+            response = await client.send(request)
+            if response.status_code == 200:
+                return response.json() if parsed else None
+        except (httpx.TransportError, httpx.DecodingError, ValueError) as error:
+            raise Transient(f"{request.url}: {type(error).__name__}: {error or 'no answer'}") from None
+        finally:
+            self._idle.append(client)
+        said = f"HTTP {response.status_code}: {response.text[:300].strip()}"
+        if response.status_code in _TRANSIENT_STATUSES:
+            raise Transient(f"{request.url}: {said}")
+        if response.status_code in _REFUSALS:
+            raise Refused(said)
+        raise EngineError(f"{request.url}: {said}", expected="HTTP 200", cause="another kind of server at this address")
+
+    def _new_client(self) -> httpx.AsyncClient:
+        # Plain HTTP on this machine: no certificates to load for each client, no proxy in between.
+        self._clients.append(httpx.AsyncClient(verify=False, trust_env=False))
+        return self._clients[-1]
+
+
+class SGLangClient(EngineClient):
+    """Asks an SGLang server. `facts` refuses one that hides rows behind its prefix cache."""
+
+    async def facts(self) -> ServerFacts:
         info = await self._send(httpx.Request("GET", f"{self.url}/server_info"), _INFO_S)
         try:
             facts = ServerFacts(
@@ -108,14 +158,6 @@ class SGLangClient:
         return facts
 
     async def prefill(self, token_ids: Sequence[int], rid: str, logprobs_from: int | None = None) -> Prefilled:
-        """Have the server run one prompt, and emit one token.
-
-        Args:
-            token_ids: the prompt, N ids.
-            rid: request id; its rows come under this name.
-            logprobs_from: s; log-probabilities of tokens s+1..N-1 are asked for. None: none.
-        Raises: Transient; Refused; EngineError for an answer that is no answer.
-        """
         body: dict[str, Any] = {
             "input_ids": list(token_ids),
             "rid": rid,
@@ -128,10 +170,6 @@ class SGLangClient:
         return self._read(answer, len(token_ids), logprobs_from)
 
     async def abort(self, rid: str) -> None:
-        """Have the server drop a request; nothing happens where it has ended already.
-
-        Raises: Transient.
-        """
         await self._send(httpx.Request("POST", f"{self.url}/abort_request", json={"rid": rid}), _INFO_S, parsed=False)
 
     def _read(self, answer: Any, tokens: int, logprobs_from: int | None) -> Prefilled:
@@ -156,27 +194,3 @@ class SGLangClient:
                 cause="a server that cuts prompts (--allow-auto-truncate) or adds tokens to them",
             )
         return Prefilled(int(next_token), logprobs)
-
-    async def _send(self, request: httpx.Request, timeout_s: float | None, parsed: bool = True) -> Any:
-        """The parsed body of a response with HTTP 200; other outcomes as Transient, Refused or EngineError."""
-        request.extensions["timeout"] = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None).as_dict()
-        client = self._idle.pop() if self._idle else self._new_client()
-        try:
-            response = await client.send(request)
-            if response.status_code == 200:
-                return response.json() if parsed else None
-        except (httpx.TransportError, httpx.DecodingError, ValueError) as error:
-            raise Transient(f"{request.url}: {type(error).__name__}: {error or 'no answer'}") from None
-        finally:
-            self._idle.append(client)
-        said = f"HTTP {response.status_code}: {response.text[:300].strip()}"
-        if response.status_code in _TRANSIENT_STATUSES:
-            raise Transient(f"{request.url}: {said}")
-        if response.status_code in _REFUSALS:
-            raise Refused(said)
-        raise EngineError(f"{request.url}: {said}", expected="HTTP 200", cause="another kind of server at this address")
-
-    def _new_client(self) -> httpx.AsyncClient:
-        # Plain HTTP on this machine: no certificates to load for each client, no proxy in between.
-        self._clients.append(httpx.AsyncClient(verify=False, trust_env=False))
-        return self._clients[-1]
