@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers_capture import make_run, random_samples
 
+from eyas.drafter.walk import answer_spans, walk
+from eyas.evaluate.kinds import DIGITS, ENDS, OUTSIDE, PIECE, PUNCTUATION, RARE, SPACE, WORD, Kinds, kinds_of
 from eyas.evaluate.stage import spread
 from eyas.run import Run
 from eyas.stages import run_stage
@@ -35,6 +38,45 @@ def test_the_sources_add_up_to_the_whole(evaluated: Run) -> None:
     assert sum(part["verifications"] for part in parts) == result["verifications"] > 0
     accepted = sum((part["acceptance_length"] - 1) * part["verifications"] for part in parts)
     assert accepted == pytest.approx((result["acceptance_length"] - 1) * result["verifications"], abs=0.1)
+
+
+def test_kinds_count_every_draft_that_met_a_token() -> None:
+    # Tokens 4.. are the answer; drafts of 2: the first right, the second wrong, and so on.
+    ids, mask = np.array([9, 9, 9, 1, 2, 3, 4, 5, 6, 7]), np.arange(10) >= 3
+    hits = np.zeros((10, 2), dtype=bool)
+    hits[2] = [True, False]  # after token 3: 2 right, 3 wrong -> bonus 3
+    hits[4] = [True, True]  # after token 5: 4 and 5 right -> bonus 6
+    hits[7] = [False, True]  # after token 8: 7 wrong
+    kinds = Kinds(dict.fromkeys(range(10), WORD) | {3: DIGITS, 7: OUTSIDE})
+    kinds.add(ids, mask, hits)
+    assert kinds.as_json() == {
+        DIGITS: {"met": 1, "right": 0},
+        OUTSIDE: {"met": 1, "right": 0},
+        WORD: {"met": 3, "right": 3},
+    }
+    walked = walk(hits, answer_spans(mask))
+    assert int(walked.accepted_at.sum()) == sum(kinds.right.values())
+
+
+def test_what_a_token_is() -> None:
+    class Tokenizer:
+        texts = (" the", "Hello", "ing", "42", " 7", "!", "...", "\n\n", " rarely", "<end>", "out")
+
+        def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+            return self.texts[ids[0]]
+
+    counts = np.full(11, 50)
+    counts[8] = 3
+    known = np.arange(11) != 10
+    found = kinds_of(range(11), Tokenizer(), draft_vocabulary=known, ends=[9], training_counts=counts)
+    expected = [WORD, WORD, PIECE, DIGITS, DIGITS, PUNCTUATION, PUNCTUATION, SPACE, RARE, ENDS, OUTSIDE]
+    assert [found[token] for token in range(11)] == expected
+
+
+def test_kinds_add_up_to_the_replay(evaluated: Run) -> None:
+    result = json.loads((evaluated.dir / "eval.json").read_text())
+    right = sum(kind["right"] for kind in result["kinds"].values())
+    assert right == pytest.approx((result["acceptance_length"] - 1) * result["verifications"], abs=0.1)
 
 
 def test_prompts_are_taken_from_the_sources_in_turn(evaluated: Run) -> None:

@@ -9,7 +9,7 @@ Averages over all positions and sums of products of per-step accuracies overstat
 drafter that an engine served at 1.66 and this walk puts at 1.654.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,38 +76,56 @@ def answer_spans(loss_mask: BoolArray) -> list[tuple[int, int]]:
     return [(int(first), int(end) - 1) for first, end in edges.reshape(-1, 2)]
 
 
-def walk(hits: BoolArray, spans: Iterable[tuple[int, int]]) -> Acceptance:
-    """Walk over a sample's answers.
+def verifications(hits: BoolArray, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Walk over a sample's answers: (position of the newest known token, drafts that met a token, drafts accepted).
+
+    The drafts stand for the tokens after that position; near an answer's end fewer of them meet one.
 
     Args:
         hits: bool [T, K]; hits[j, k]: the draft of step k at row j equals token j+2+k.
         spans: (first, last) positions of answers.
     """
     drafts = hits.shape[1]
-    total = Acceptance.none(drafts)
     for first, last in spans:
         at = max(first, 1)  # the newest known token; its row is the one before it
         while at < last:
-            accepted = 0
-            while accepted < min(drafts, last - at) and hits[at - 1, accepted]:
+            met, accepted = min(drafts, last - at), 0
+            while accepted < met and hits[at - 1, accepted]:
                 accepted += 1
-            total.add(accepted)
+            yield at, met, accepted
             at += accepted + 1
+
+
+def walk(hits: BoolArray, spans: Iterable[tuple[int, int]]) -> Acceptance:
+    """What `verifications` accepts, added up."""
+    total = Acceptance.none(hits.shape[1])
+    for _, _, accepted in verifications(hits, spans):
+        total.add(accepted)
     return total
 
 
-@torch.no_grad()
 def replay(drafter: Drafter, embedding: Tensor, pack: Pack, drafts: int) -> list[Acceptance]:
     """Acceptance of each sample of a pack, drafts by argmax (temperature 0), in a chain of `drafts`."""
+    return [
+        walk(hits, answer_spans(mask))
+        for hits, mask in zip(
+            draft_hits(drafter, embedding, pack, drafts), _by_sample(pack, pack.loss_mask), strict=True
+        )
+    ]
+
+
+@torch.no_grad()
+def draft_hits(drafter: Drafter, embedding: Tensor, pack: Pack, drafts: int) -> list[BoolArray]:
+    """For each sample of a pack, [T, K]: whether the draft of step k at row j (by argmax) equals token j+2+k."""
     hits = np.zeros((len(pack.token_ids), drafts), dtype=bool)
     draft_ids = drafter.draft_ids
     for k, hidden in enumerate(unroll(drafter, embedding, pack, drafts) if pack.sequences else ()):
         at = pack.index.rows[pack.index.steps[k].picked.rows]
         drafted = draft_ids[drafter.lm_head(hidden).argmax(-1)]
         hits[at.cpu().numpy(), k] = (drafted == pack.token_ids[at + 2 + k]).cpu().numpy()
-    start = pack.alignment.start
-    bounds = [int(first) for first in np.unique(start)] + [len(start)]
-    return [
-        walk(hits[low:high], answer_spans(pack.loss_mask[low:high]))
-        for low, high in zip(bounds, bounds[1:], strict=False)
-    ]
+    return _by_sample(pack, hits)
+
+
+def _by_sample(pack: Pack, rows: BoolArray) -> list[BoolArray]:
+    firsts = np.unique(pack.alignment.start).tolist()
+    return np.split(rows, firsts[1:])

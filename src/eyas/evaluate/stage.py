@@ -4,22 +4,24 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from eyas import fs
 from eyas.drafter.eagle3 import Drafter, load_drafter
 from eyas.drafter.pack import fill_packs, pack_samples
 from eyas.drafter.target import load_target_head
-from eyas.drafter.walk import Acceptance, answer_spans, replay
+from eyas.drafter.walk import Acceptance, answer_spans, draft_hits, walk
 from eyas.engine.local import find_device
-from eyas.errors import TrainError
+from eyas.errors import TargetError, TrainError
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
-from eyas.progress import Progress
+from eyas.evaluate.kinds import Kinds, kinds_of
+from eyas.progress import Progress, say
 from eyas.record import Inputs, load_record
 from eyas.run import Run
 from eyas.stages import Result
 from eyas.store.reader import StoredSample, StoreReader
-from eyas.target import load_target
+from eyas.target import Target, load_target
 
 _PACK_TOKENS = 4096
 
@@ -49,12 +51,16 @@ def execute(run: Run) -> Result:
             next=f"{run.command('run', '--redo', 'prepare')}   # after setting one of them",
         )
     samples = [reader.read(ref.sample_id) for ref in refs]
-    embedding = load_target_head(load_target(run.recipe.target), torch.float32, device).embedding
+    target = load_target(run.recipe.target)
+    embedding = load_target_head(target, torch.float32, device).embedding
     drafts = run.recipe.evaluate.drafts
-    replayed, by_source = _replay(run, drafter, embedding, samples)
+    kinds = _kinds(reader, target, drafter, samples)
+    replayed, by_source = _replay(run, drafter, embedding, samples, kinds)
     result: dict[str, Any] = replayed.as_json() | {"drafts": drafts, "topology": "chain", "temperature": 0.0}
     result["replay"] = replayed.as_json() | {"samples": len(samples)}
     result["by_source"] = {source: acceptance.as_json() for source, acceptance in sorted(by_source.items())}
+    if kinds is not None:
+        result["kinds"] = kinds.as_json()
     if run.recipe.evaluate.decode_prompts:
         result |= _decode(run, drafter, embedding, samples)
     fs.write_json(run.dir / "eval.json", result)
@@ -63,8 +69,29 @@ def execute(run: Run) -> Result:
     return Result(fs.digest_json({key: result[key] for key in ("replay", "drafts")}), counts)
 
 
+def _kinds(reader: StoreReader, target: Target, drafter: Drafter, samples: list[StoredSample]) -> Kinds | None:
+    """Kinds of all tokens of the held-out answers; None, which is said, where the target's tokenizer isn't there."""
+    try:
+        tokenizer = target.tokenizer
+    except TargetError as error:
+        say(f"evaluate: where drafts die is not told: {error.seen}")
+        return None
+    in_drafts = np.zeros(target.vocab_size, dtype=bool)
+    in_drafts[drafter.draft_ids.cpu().numpy()] = True
+    answers = np.unique(torch.cat([sample.token_ids[sample.loss_mask.bool()] for sample in samples]).numpy())
+    return Kinds(
+        kinds_of(
+            answers.tolist(),
+            tokenizer,
+            draft_vocabulary=in_drafts,
+            ends=target.eos_token_ids,
+            training_counts=reader.token_counts("train"),
+        )
+    )
+
+
 def _replay(
-    run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]
+    run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample], kinds: Kinds | None
 ) -> tuple[Acceptance, dict[str, Acceptance]]:
     """The walk over every held-out answer, in fp32: over all samples, and over those of each source."""
     drafts = run.recipe.evaluate.drafts
@@ -74,9 +101,13 @@ def _replay(
         for count in fill_packs([len(sample.token_ids) for sample in samples], _PACK_TOKENS):
             chosen = list(islice(remaining, count))
             pack = pack_samples(chosen, drafts, torch.float32, embedding.device)
-            for sample, acceptance in zip(chosen, replay(drafter, embedding, pack, drafts), strict=True):
+            for sample, hits in zip(chosen, draft_hits(drafter, embedding, pack, drafts), strict=True):
+                mask = sample.loss_mask.numpy().astype(bool)
+                acceptance = walk(hits, answer_spans(mask))
                 total.merge(acceptance)
                 by_source[sample.source].merge(acceptance)
+                if kinds is not None:
+                    kinds.add(sample.token_ids.numpy(), mask, hits)
             progress.advance(count, f"acceptance length {total.length:.3f}")
     return total, by_source
 
