@@ -17,12 +17,13 @@ import psutil
 from eyas import fs
 from eyas.engine import process
 from eyas.engine.gpu import gpus
+from eyas.engine.state import STATE_FILE, read_state
 from eyas.progress import size
 
 SHM = Path("/dev/shm")
 _RING = re.compile(r"eyas-(\d+)-.*-([0-9a-f]{8})\.ring$")
 _SGLANG = "sglang_loads_*.shm"
-_FRESH_S = 60.0  # a ring is made some seconds before the process is there that maps it
+_FRESH_S = 60.0  # a ring, and a process, are there before it is noted whose they are
 _GPU_PATIENCE_S = 30.0
 
 
@@ -117,7 +118,7 @@ class Leftovers:
 
 def find_leftovers() -> Leftovers:
     """Look through /dev/shm and all processes. Nothing is changed."""
-    everyone = list(psutil.process_iter())
+    everyone, now = list(psutil.process_iter()), time.time()
     mapped = shm_of(everyone)
     marks = {one.pid: process.mark_of_process(one) for one in everyone}
     tokens = {mark.rpartition(":")[2] for mark in marks.values() if mark}
@@ -128,21 +129,18 @@ def find_leftovers() -> Leftovers:
         and match[1] == namespace()
         and match[2] not in tokens
         and str(path) not in mapped
-        and time.time() - path.stat().st_ctime > _FRESH_S
+        and now - path.stat().st_ctime > _FRESH_S
     ]
     others = [str(path) for path in sorted(SHM.glob(_SGLANG)) if str(path) not in mapped]
-    return Leftovers(rings, [one for one in everyone if _is_orphan(one, marks)], others)
+    dead = {mark for mark in set(marks.values()) - {""} if not _lives(mark)}
+    orphans = [one for one in everyone if marks[one.pid] in dead and now - one.create_time() > _FRESH_S]
+    return Leftovers(rings, orphans, others)
 
 
-def _is_orphan(one: psutil.Process, marks: dict[int, str]) -> bool:
-    """Marked, and the first process of its session is gone or carries another mark."""
-    mark = marks[one.pid]
-    if not mark:
-        return False
-    try:
-        return marks.get(os.getsid(one.pid), "") != mark
-    except ProcessLookupError:
-        return False
+def _lives(mark: str) -> bool:
+    """Whether the first process of the start that this mark names is alive, by its run's server.json."""
+    state = read_state(Path(mark.rpartition(":")[0]) / STATE_FILE)
+    return state is not None and state.mark == mark and state.alive()
 
 
 def clean(found: Leftovers) -> list[str]:

@@ -15,13 +15,19 @@ reason = "a cached prefix is not computed again: its rows would be missing"
 name = "NCCL_PROTO"
 value = "LL"
 reason = "..."
+
+[drafter]                      # optional, for servers with a drafter: goes before serving.drafts, top_k, draft_tokens
+drafts = 4
+top_k = 1
+draft_tokens = 0
+
+[evidence]                     # what `eyas tune` measured; for readers only
 """
 
 import re
 import tomllib
-from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -29,6 +35,7 @@ from eyas.errors import RecipeError
 from eyas.settings import Table
 
 DEFAULT = "extraction"
+_FOLDER = Path(__file__).parent / "profiles"
 
 
 class Flag(Table):
@@ -51,6 +58,12 @@ class Variable(Table):
     reason: str = Field(min_length=1)
 
 
+class DrafterSettings(Table):
+    drafts: int = Field(ge=1, le=16)
+    top_k: int = Field(1, ge=1, le=16)
+    draft_tokens: int = Field(0, ge=0)
+
+
 class Profile(Table):
     """One profile; `name` is its file's."""
 
@@ -59,6 +72,8 @@ class Profile(Table):
     about: str
     flags: list[Flag] = Field(default_factory=list)
     env: list[Variable] = Field(default_factory=list)
+    drafter: DrafterSettings | None = None
+    evidence: dict[str, Any] = Field(default_factory=dict)
 
     def flags_for(self, release: tuple[int, int, int]) -> list[Flag]:
         """Flags for one SGLang release; every capture has the required ones of `extraction` among them."""
@@ -72,8 +87,7 @@ class Profile(Table):
 
 def profile_names() -> list[str]:
     """Names of the profiles that come with Eyas."""
-    folder = resources.files("eyas.engine") / "profiles"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def load_profile(name: str) -> Profile:
@@ -82,7 +96,7 @@ def load_profile(name: str) -> Profile:
     Raises: RecipeError for an unknown name, an unreadable file, or a flag without a reason.
     """
     if name in profile_names():
-        text = (resources.files("eyas.engine") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
+        text = (_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
     elif name.endswith(".toml") and Path(name).expanduser().is_file():
         text = Path(name).expanduser().read_text(encoding="utf-8")
     else:
@@ -95,7 +109,7 @@ def load_profile(name: str) -> Profile:
         return Profile.model_validate({"name": Path(name).stem} | tomllib.loads(text))
     except (ValidationError, tomllib.TOMLDecodeError) as error:
         raise RecipeError(
-            f"engine.profile = {name!r}: {error}", expected="the form that `eyas serve profiles --form` shows"
+            f"engine.profile = {name!r}: {error}", expected=f"the form of {_FOLDER / 'extraction.toml'}"
         ) from None
 
 

@@ -17,6 +17,8 @@ from eyas.progress import say
 from eyas.run import Run
 from eyas.signals import Stop
 
+STATE_FILE = "server.json"
+
 
 @dataclass
 class ServerState:
@@ -80,12 +82,16 @@ class ServerState:
 
 
 def engine_dir(run: Run) -> Path:
-    return run.dir / "engine"
+    return run.dir / run.engine_folder
 
 
 def load_state(run: Run) -> ServerState | None:
     """What the last start left, whether its server still runs or not."""
-    path = engine_dir(run) / "server.json"
+    return read_state(engine_dir(run) / STATE_FILE)
+
+
+def read_state(path: Path) -> ServerState | None:
+    """A server.json; None where there is none."""
     try:
         return ServerState(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -93,7 +99,7 @@ def load_state(run: Run) -> ServerState | None:
 
 
 def save_state(run: Run, state: ServerState) -> None:
-    fs.write_json(engine_dir(run) / "server.json", asdict(state))
+    fs.write_json(engine_dir(run) / STATE_FILE, asdict(state))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,233 @@
+"""Processes: a session of their own, known again, measured, ended whole; real ones throughout."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eyas.engine import leftovers, process
+from eyas.engine.state import ServerState
+from eyas.tap.ring import Layout, Ring
+
+SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+# A child in a session of its own, a grandchild that ignores SIGTERM: as engines have them.
+FAMILY = """
+import os, signal, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c",
+  "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"])
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """A mark of this test; whatever carries it is ended."""
+    text = f"/test:{os.getpid():08x}"
+    yield text
+    process.end(0, text, 0.1)
+
+
+def start(command: list[str], mark: str, log: Path) -> psutil.Process:
+    return process.launch(command, os.environ | {process.MARK: mark}, log)
+
+
+def wait_for(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in (log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def test_a_process_has_its_own_session_and_log(tmp_path: Path, mark: str) -> None:
+    started = start(SLEEPS, mark, tmp_path / "log")
+    wait_for(tmp_path / "log", "up")
+    assert os.getsid(started.pid) == started.pid != os.getsid(0)
+    assert process.alive(started.pid, started.create_time())
+    assert not process.alive(started.pid, started.create_time() - 60)  # an earlier process of that pid
+    assert process.mark_of(started.pid) == mark
+    assert process.end(started.pid, mark, 5) == (1, 0)
+    assert not process.alive(started.pid, started.create_time())
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        process.launch(["/nowhere/python"], {}, tmp_path / "log")
+
+
+def test_the_exit_code_of_a_dead_one_is_kept_until_it_is_asked_for(tmp_path: Path, mark: str) -> None:
+    started = start([sys.executable, "-c", "raise SystemExit(7)"], mark, tmp_path / "log")
+    deadline = time.monotonic() + 20
+    while process.alive(started.pid, started.create_time()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert process.reap(started.pid) == 7
+    assert process.reap(started.pid) is None
+
+
+def test_a_family_is_ended_whole(tmp_path: Path, mark: str) -> None:
+    """Also the child that left the session, and the one that ignores SIGTERM."""
+    started = start([sys.executable, "-c", FAMILY], mark, tmp_path / "log")
+    wait_for(tmp_path / "log", "deaf")
+    deadline = time.monotonic() + 10
+    while len(process.members(started.pid, mark)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    count, killed = process.end(started.pid, mark, 1.0)
+    assert (count, killed) == (3, 1)
+    assert process.members(started.pid, mark) == []
+
+
+def test_a_stopped_one_is_ended_by_sigterm(tmp_path: Path, mark: str) -> None:
+    started = start(SLEEPS, mark, tmp_path / "log")
+    wait_for(tmp_path / "log", "up")
+    started.suspend()
+    assert process.end(started.pid, mark, 10) == (1, 0)
+
+
+def test_others_are_left_alone(tmp_path: Path, mark: str) -> None:
+    other = subprocess.Popen(SLEEPS, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        started = start(SLEEPS, mark, tmp_path / "log")
+        wait_for(tmp_path / "log", "up")
+        process.end(started.pid, mark, 5)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_server_outlives_a_kill_of_who_started_it(tmp_path: Path, mark: str) -> None:
+    program = (
+        "import os, pathlib, time\nfrom eyas.engine import process\n"
+        f"log = pathlib.Path({str(tmp_path)!r}) / 'log'\n"
+        f"one = process.launch({SLEEPS!r}, os.environ | {{process.MARK: {mark!r}}}, log)\n"
+        "print(one.pid, one.create_time(), flush=True)\ntime.sleep(600)\n"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert starter.stdout is not None
+    pid, created = starter.stdout.readline().split()
+    os.killpg(starter.pid, signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+    assert process.alive(int(pid), float(created))
+    assert [one.pid for one in process.members(0, mark)] == [int(pid)]
+
+
+def test_signs_of_work(tmp_path: Path, mark: str) -> None:
+    log = tmp_path / "log"
+    started = start([sys.executable, "-c", "print('up', flush=True)\nwhile True: pass"], mark, log)
+    wait_for(log, "up")
+    before = process.work([started], log)
+    time.sleep(0.5)
+    after = process.work([started], log)
+    assert after.cpu_s > before.cpu_s and after.log_bytes == before.log_bytes == 3
+
+
+def test_who_listens(mark: str, tmp_path: Path) -> None:
+    program = (
+        "import socket, time\nlistening = socket.socket()\nlistening.bind(('127.0.0.1', 0))\nlistening.listen()\n"
+        "print('port', listening.getsockname()[1], flush=True)\ntime.sleep(600)"
+    )
+    log = tmp_path / "log"
+    started = start([sys.executable, "-c", program], mark, log)
+    wait_for(log, "\n")
+    holder = process.port_holder(int(log.read_text().split()[1]))
+    assert holder is not None and holder[0] == started.pid and "socket" in holder[1]
+    assert process.port_holder(1) is None
+
+
+MAPS = """
+import mmap, multiprocessing, os, sys, time
+file = os.open(sys.argv[1], os.O_RDWR)
+mapped = mmap.mmap(file, 0)
+os.close(file)
+print('mapped', flush=True)
+time.sleep(600)
+"""
+
+
+def make_ring(name: str) -> str:
+    path = leftovers.ring_path(f"pytest{os.getpid()}", name)
+    Ring.create(path, 1 << 20, Layout(48, "bf16", "bf16"))
+    return path
+
+
+def test_a_dead_servers_ring_is_a_leftover_and_a_living_ones_is_not(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, mapped, marked, fresh = (make_ring(f"{number:08x}") for number in range(1, 5))
+    elsewhere = leftovers.SHM / f"eyas-1-pytest{os.getpid()}-00000005.ring"
+    elsewhere.write_bytes(b"another container's")
+    try:
+        start([sys.executable, "-c", MAPS, mapped], mark, tmp_path / "log")
+        start(SLEEPS, "/run:00000003", tmp_path / "log3")
+        wait_for(tmp_path / "log", "mapped")
+        wait_for(tmp_path / "log3", "up")
+        real = time.time
+        monkeypatch.setattr(leftovers.time, "time", lambda: real() + 61)
+        Path(fresh).touch()
+        os.utime(fresh)
+        found = leftovers.find_leftovers()
+        assert dead in found.rings
+        assert not {mapped, marked, str(elsewhere)} & set(found.rings)
+        monkeypatch.setattr(leftovers.time, "time", real)
+        assert dead not in leftovers.find_leftovers().rings  # made just now: its server is about to start
+        assert leftovers.clean(leftovers.Leftovers([dead], [], [])) == [f"{dead} (1.05 MB) removed"]
+        assert not Path(dead).exists() and Path(mapped).exists()
+    finally:
+        process.end(0, "/run:00000003", 0.1)
+        for path in (dead, mapped, marked, fresh, str(elsewhere)):
+            Path(path).unlink(missing_ok=True)
+
+
+def test_processes_of_a_server_whose_first_is_gone_are_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"{tmp_path}:{os.getpid():08x}"
+    started = start([sys.executable, "-c", FAMILY], mark, tmp_path / "log")
+    words: list[str] = [""]
+    state = ServerState("", 0, "", "", "", "", words, "", "", "", [], {}, mark, started.pid, started.create_time())
+    (tmp_path / "server.json").write_text(json.dumps(asdict(state)))
+    wait_for(tmp_path / "log", "deaf")
+
+    def orphans() -> list[psutil.Process]:
+        return [one for one in leftovers.find_leftovers().orphans if process.mark_of_process(one) == mark]
+
+    try:
+        monkeypatch.setattr(leftovers, "_FRESH_S", -1.0)
+        assert orphans() == []
+        started.kill()
+        started.wait()
+        found = orphans()
+        assert len(found) == 2
+        monkeypatch.setattr(leftovers, "_FRESH_S", 60.0)
+        assert orphans() == []  # just started: not noted yet, perhaps
+        assert leftovers.clean(leftovers.Leftovers([], found, [])) == [
+            f"2 processes of a dead server ended ({tmp_path})"
+        ]
+        assert process.members(0, mark) == []
+    finally:
+        process.end(0, mark, 0.1)
+
+
+def test_shared_memory_is_told_by_inode(tmp_path: Path, mark: str) -> None:
+    """A semaphore of multiprocessing is mapped under a name that is gone a moment later."""
+    program = (
+        "import multiprocessing, time\nlock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\ntime.sleep(600)"
+    )
+    started = start([sys.executable, "-c", program], mark, tmp_path / "log")
+    wait_for(tmp_path / "log", "/mp-")
+    name = (tmp_path / "log").read_text().strip().removeprefix("/")
+    assert leftovers.shm_of([started]) == {f"/dev/shm/sem.{name}"}
+    lines, whole = leftovers.end_server(started.pid, mark, 0, [], 5)
+    assert whole and lines[0] == "2 processes ended" and not Path(f"/dev/shm/sem.{name}").exists()
