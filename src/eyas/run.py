@@ -18,10 +18,12 @@ class Run:
     Attributes:
         recipe: checked, with absolute paths.
         arguments: what the user gave (recipe file or run folder, then overrides), for commands in messages.
+        engine_folder: where the state of its server lies, in the run's folder; a run may have several.
     """
 
     recipe: Recipe
     arguments: str
+    engine_folder: str = "engine"
 
     @property
     def dir(self) -> Path:

@@ -57,7 +57,7 @@ class Facts:
     @cached_property
     def flags(self) -> dict[str, Any]:
         """Values of all flags as the server's parser reads them."""
-        cache = self.run.dir / "engine" / "flags.json" if self.run.dir.is_dir() else None
+        cache = self.run.dir / self.run.engine_folder / "flags.json" if self.run.dir.is_dir() else None
         return read_flags(self.launch, self.run.recipe.engine.port or 30000, cache)
 
     @property
