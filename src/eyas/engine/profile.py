@@ -64,12 +64,6 @@ class DrafterSettings(Table):
     draft_tokens: int = Field(0, ge=0)
 
 
-class DrafterSettings(Table):
-    drafts: int = Field(ge=1, le=16)
-    top_k: int = Field(1, ge=1, le=16)
-    draft_tokens: int = Field(0, ge=0)
-
-
 class Profile(Table):
     """One profile; `name` is its file's."""
 
