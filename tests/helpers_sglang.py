@@ -1,6 +1,7 @@
 """A stand-in for a tapped SGLang, for faults that a real one can't be made to show: HTTP in a thread, the target run by
 Transformers, rows through a real ring. The real one is tested in tests/engines/."""
 
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -110,8 +111,9 @@ class FakeSGLang:
                 raw = json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(raw)))
-                self.end_headers()
-                self.wfile.write(raw)
+                with contextlib.suppress(BrokenPipeError):  # the worker was stopped
+                    self.end_headers()
+                    self.wfile.write(raw)
 
         return Handler
 

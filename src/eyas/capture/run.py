@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from eyas.capture.plan import batches
+from eyas.capture.server import Captured, capture_from_server, server_version, state_flags
 from eyas.data.tokens import Sample, Tokens
 from eyas.engine.local import LocalEngine
 from eyas.errors import DataError, EngineError, Interrupted
@@ -28,10 +29,14 @@ from eyas.target import Target, load_target
 
 
 def inputs(run: Run) -> Inputs:
-    """What the states depend on. Batch size and device change them by rounding only and are left out."""
+    """What the states depend on. Batch size, device, release and most flags of a server change them by rounding only
+    and are left out."""
     recipe = run.recipe
     target = load_target(recipe.target)
-    return {
+    served = (
+        {"engine.args that change states": state_flags(recipe.engine.args)} if recipe.engine.kind != "local" else {}
+    )
+    return served | {
         "target.model_digest": target.model_digest,
         "drafter.aux_layer_ids": target.aux_layer_ids(recipe.drafter.aux_layer_ids),
         "engine.kind": recipe.engine.kind,
@@ -53,15 +58,15 @@ def execute(run: Run) -> Result:
     target, tokens = load_target(run.recipe.target), Tokens(run.tokens_dir)
     manifest = _manifest(run, target, tokens)
     with (
-        stop_on_signals("this batch") as stop,
+        stop_on_signals("this batch" if run.recipe.engine.kind == "local" else "what is being written") as stop,
         StoreWriter.open(
             run.store_url, manifest, _entries(tokens), max_bytes=table.max_bytes, min_free_bytes=table.min_free_bytes
         ) as writer,
     ):
-        tokens_per_s = _capture(run, target, tokens, writer, stop)
+        captured = _capture(run, target, tokens, writer, stop)
     if stop.signum is not None:
         raise _interrupted(run, stop.signum)
-    return _result(run, tokens_per_s)
+    return _result(run, captured)
 
 
 def discard(run: Run) -> None:
@@ -100,9 +105,15 @@ def _manifest(run: Run, target: Target, tokens: Tokens) -> Manifest:
         engine=EngineInfo(
             kind=recipe.engine.kind,
             dtype=recipe.engine.dtype,
-            version=f"transformers {metadata.version('transformers')}",
+            version=_version(run),
         ),
         shard_bytes=recipe.store.shard_bytes,
+    )
+
+
+def _version(run: Run) -> str:
+    return (
+        f"transformers {metadata.version('transformers')}" if run.recipe.engine.kind == "local" else server_version(run)
     )
 
 
@@ -112,14 +123,21 @@ def _entries(tokens: Tokens) -> Iterator[PlanEntry]:
         yield from (PlanEntry(*values) for values in zip(*batch.to_pydict().values(), strict=True))
 
 
-def _capture(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop) -> float:
-    """Capture what is pending until it is done or a stop is asked for; returns this process's tokens per second."""
+def _capture(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop) -> Captured:
+    """Capture what is pending until it is done or a stop is asked for."""
+    if not any(writer.pending()):
+        return Captured(0.0, {})
+    if run.recipe.engine.kind != "local":
+        return capture_from_server(run, target, tokens, writer, stop)
+    return Captured(_capture_here(run, target, tokens, writer, stop), {})
+
+
+def _capture_here(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop) -> float:
+    """Run the target in this process; returns tokens per second."""
     pending = writer.pending()
     plan = writer.plan
     total = int(plan.tokens.sum())
     left = int(plan.tokens[np.isin(plan.ids, np.array([id for ids in pending for id in ids], "S32"))].sum())
-    if not left:
-        return 0.0
     engine = LocalEngine(target, run.recipe.engine, writer.manifest.aux_layer_ids)
     say(f"capture: {left:,} of {total:,} tokens to do, {run.recipe.engine.dtype} on {engine.device}")
     with Progress("capture", total, "tokens", run.logs_dir, done=total - left) as progress:
@@ -161,7 +179,7 @@ def _interrupted(run: Run, signum: int) -> Interrupted:
     )
 
 
-def _result(run: Run, tokens_per_s: float) -> Result:
+def _result(run: Run, captured: Captured) -> Result:
     """Digest and figures of the whole store, also of what earlier processes wrote.
 
     Raises: EngineError where more than half of the samples were rejected.
@@ -186,8 +204,9 @@ def _result(run: Run, tokens_per_s: float) -> Result:
         "bytes": stored,
         # A rejected sample keeps its room in the shard.
         "bytes_per_token": round(stored / int(store.rows.tokens.sum()), 1),
-        "tokens_per_s": round(tokens_per_s, 1),
+        "tokens_per_s": round(captured.tokens_per_s, 1),
         "rejected": dict(sorted(reasons.items())),
+        **captured.figures,
     }
     lost = f", rejected {reasons.total():,}: {dict(reasons)}" if reasons else ""
     per_token = counts["bytes_per_token"]

@@ -101,6 +101,11 @@ def _has_experts(target: Target) -> bool:
     return any(target.text_config.get(name) for name in names)
 
 
+def logprob_error(ours: Tensor, theirs: Tensor) -> float:
+    """Mean |difference|; NaN anywhere gives NaN."""
+    return float((ours.double() - theirs.double()).abs().mean())
+
+
 class Head:
     """The target's lm_head, on the CPU.
 

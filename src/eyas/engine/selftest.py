@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eyas.engine.canary import LAYER_ROWS, Canary, canary_ids, canary_lengths, take
 from eyas.engine.client import ServerFacts, SGLangClient, Transient
-from eyas.engine.compare import LOGPROB_LIMIT, TIE, AuxCheck, Head, cosine, cosine_limit, judge, reached
+from eyas.engine.compare import LOGPROB_LIMIT, TIE, AuxCheck, Head, cosine, cosine_limit, judge, logprob_error, reached
 from eyas.engine.partial import PartialDecoder, Unchecked, embeddings
 from eyas.errors import EngineError
 from eyas.tap.ring import Ring
@@ -176,11 +176,6 @@ def _check_final(head: Head, canary: Canary, encoding: str) -> float:
             cause="the states are not what lm_head consumes, or the server runs other weights than target.path",
         )
     return error
-
-
-def logprob_error(ours: Tensor, theirs: Tensor) -> float:
-    """Mean |difference|; NaN anywhere gives NaN."""
-    return float((ours.double() - theirs.double()).abs().mean())
 
 
 def _check_aux(

@@ -1,0 +1,197 @@
+"""Capture from a server: started or found, its facts looked at, and the worker run against it."""
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from eyas.capture.filing import Filing
+from eyas.capture.spot import SpotChecks
+from eyas.capture.worker import Worker
+from eyas.data.tokens import Sample, Tokens
+from eyas.engine.client import ServerFacts, SGLangClient, Transient
+from eyas.engine.preflight import Facts
+from eyas.engine.server import serving
+from eyas.engine.state import ServerState
+from eyas.engine.status import server_died
+from eyas.errors import EngineError
+from eyas.progress import Progress, say, size
+from eyas.run import Run
+from eyas.signals import Stop
+from eyas.store.writer import StoreWriter
+from eyas.tap.ring import Ring, RingError
+from eyas.target import Target
+
+# Fewer tokens say little: their log-probabilities are checked only where a shard has nothing longer.
+_SPOT_TOKENS = 16
+# Flags that change states by more than rounding.
+_STATE_FLAGS = ("--quantization", "--kv-cache-dtype", "--json-model-override-args", "--load-format", "--lora-paths")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one process did.
+
+    Attributes:
+        tokens_per_s: of this process.
+        figures: for the record: self-test, spot checks, tries made again, rows dropped.
+    """
+
+    tokens_per_s: float
+    figures: dict[str, Any]
+
+
+def server_version(run: Run) -> str:
+    """Name and release of the engine that the recipe starts. Raises EngineError where there is none."""
+    return f"sglang {Facts(run).launch.version}"
+
+
+def state_flags(args: Sequence[str]) -> list[str]:
+    """The words of engine.args that change states by more than rounding."""
+    kept, taking = [], False
+    for word in args:
+        taking = word.partition("=")[0] in _STATE_FLAGS if word.startswith("--") else taking
+        if taking:
+            kept.append(word)
+    return kept
+
+
+def capture_from_server(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop) -> Captured:
+    """Settle what the store does not hold yet, or as much as comes before a stop is asked for.
+
+    Raises: EngineError, naming the server's log where it ended; StoreFull; Interrupted while the server starts.
+    """
+    with serving(run, stop=stop) as state:
+        return asyncio.run(_Capture(run, target, tokens, writer, stop, state).run())
+
+
+class _Capture:
+    def __init__(
+        self, run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop, state: ServerState
+    ) -> None:
+        self.run_, self.target, self.tokens, self.writer = run, target, tokens, writer
+        self.stop, self.state, self.table = stop, state, run.recipe.capture
+
+    async def run(self) -> Captured:
+        async with SGLangClient(self.state.url) as client:
+            facts = await self._facts(client)
+            self._refuse_too_long(facts.longest_prompt)
+            return await self._work(client, facts)
+
+    async def _facts(self, client: SGLangClient) -> ServerFacts:
+        try:
+            facts = await client.facts()
+        except Transient as fault:
+            if not self.state.alive():
+                raise server_died(self.run_, self.state) from None
+            raise EngineError(
+                f"{fault}", expected="an answer: the server is ready", next=self.run_.command("doctor")
+            ) from None
+        running, asked = (facts.version, facts.dtype), (self.state.version, self.run_.recipe.engine.dtype)
+        if running != asked:
+            raise EngineError(
+                f"{client.url}: SGLang {running[0]} in {running[1]}",
+                expected=f"SGLang {asked[0]} in {asked[1]}, which was started there",
+                cause="another server took the port",
+                next=self.run_.command("serve stop"),
+            )
+        return facts
+
+    def _refuse_too_long(self, longest: int) -> None:
+        """Reject what the server can't take, before anything is sent.
+
+        Raises: EngineError where that is more than half of all samples.
+        """
+        plan = self.writer.plan
+        long = np.flatnonzero(plan.tokens > longest)
+        if not len(long):
+            return
+        told = f"{len(long):,} of {len(plan):,} samples are longer than this server takes ({longest:,} tokens)"
+        if 2 * len(long) > len(plan):
+            raise EngineError(
+                f"{self.state.url}: {told}",
+                expected="at most half of them: a drafter of the rest would be trained on a chance selection",
+                cause="the model's context, or room for too few tokens in the server's KV cache",
+                next="give it more (--context-length or --max-total-tokens in engine.args), or lower data.max_tokens",
+            )
+        say(f"capture: {told}: rejected")
+        pending = {sample_id for ids in self.writer.pending() for sample_id in ids}
+        for row in long.tolist():
+            if plan.id(row) in pending:
+                self.writer.reject(plan.id(row), f"longer than the server takes ({longest} tokens)")
+
+    async def _work(self, client: SGLangClient, facts: ServerFacts) -> Captured:
+        plan, recipe = self.writer.plan, self.run_.recipe
+        pending, total = self.writer.pending(), int(plan.tokens.sum())
+        left = int(plan.tokens[np.isin(plan.ids, np.array([one for ids in pending for one in ids], "S32"))].sum())
+        say(f"capture: {left:,} of {total:,} tokens to do, SGLang {facts.version} in {facts.dtype} at {client.url}")
+        ring = self._ring()
+        unchecked = "the server runs random weights" if facts.dummy_weights else ""
+        before = ring.counters()
+        with (
+            Progress("capture", total, "tokens", self.run_.logs_dir, done=total - left) as progress,
+            SpotChecks(self.target, facts.dtype, recipe.store.final_encoding, unchecked) as spots,
+            Filing(ring, self.writer) as filing,
+        ):
+
+            def watch() -> bool:
+                if not self.state.alive():
+                    raise server_died(self.run_, self.state)
+                self._advance(progress, worker, ring, total - left)
+                return self.stop.signum is not None
+
+            worker = Worker(
+                client,
+                filing,
+                self.writer,
+                spots,
+                nonce=uuid.uuid4().hex[:8],
+                in_flight=self.table.in_flight,
+                attempts=self.table.attempts,
+                patience_s=recipe.engine.patience_s,
+                watch=watch,
+            )
+            await worker.run(self._samples(pending))
+            self._advance(progress, worker, ring, total - left)
+            checked = spots.finish()
+        counters = ring.counters()
+        return Captured(
+            progress.rate,
+            {
+                "self_test": self.state.self_test,
+                "spot_checks": asdict(checked),
+                "again": dict(worker.tally.again),
+                "rows_dropped": counters.dropped_rows - before.dropped_rows,
+                "server_waited_s": round(counters.waited_s - before.waited_s, 2),
+            },
+        )
+
+    def _ring(self) -> Ring:
+        try:
+            return Ring.attach(self.state.ring)
+        except (OSError, RingError) as error:
+            raise EngineError(
+                f"{self.state.ring}: {error}",
+                expected="the ring that the server writes to",
+                cause="it was removed while the server runs",
+                next=f"{self.run_.command('serve stop')}   # then the same command",
+            ) from None
+
+    def _advance(self, progress: Progress, worker: Worker, ring: Ring, first: int) -> None:
+        counters = ring.counters()
+        filled = counters.used_bytes / counters.capacity_bytes
+        note = f"ring {filled:.0%}, {size(self.writer.files.free_bytes())} of disk left"
+        again = worker.tally.again.total()
+        note += f", {again:,} tries made again" if again else ""
+        progress.advance(first + worker.tally.tokens - progress.done, note)
+
+    def _samples(self, pending: list[list[str]]) -> Iterator[tuple[Sample, bool]]:
+        """Shard by shard, so that shards are committed one after another; the first long ones are checked."""
+        for ids in pending:
+            samples = self.tokens.fetch(ids)
+            told = [sample.id for sample in samples if len(sample.token_ids) >= _SPOT_TOKENS] or ids
+            checked = set(told[: self.table.spot_check])
+            yield from ((sample, sample.id in checked) for sample in samples)
