@@ -137,11 +137,10 @@ class _Capture:
             Filing(ring, self.writer) as filing,
         ):
 
-            def watch() -> bool:
+            def watch() -> None:
                 if not self.state.alive():
                     raise server_died(self.run_, self.state)
                 self._advance(progress, worker, ring, total - left)
-                return self.stop.signum is not None
 
             worker = Worker(
                 client,
@@ -152,6 +151,7 @@ class _Capture:
                 in_flight=self.table.in_flight,
                 attempts=self.table.attempts,
                 patience_s=recipe.engine.patience_s,
+                stop=self.stop,
                 watch=watch,
             )
             await worker.run(self._samples(pending))

@@ -26,6 +26,7 @@ from eyas.data.tokens import Sample
 from eyas.engine.client import Prefilled, Refused, SGLangClient, Transient
 from eyas.errors import EngineError
 from eyas.progress import duration, say
+from eyas.signals import Stop
 from eyas.store.writer import StoreWriter
 
 _TICK_S = 0.25
@@ -58,7 +59,8 @@ class Worker:
         attempts: tries at one sample.
         patience_s: an answer or a row must come so often while this process runs; time in which it is stopped
             doesn't count.
-        watch: called several times a second: True to stop; raises where the server has ended.
+        stop: looked at between samples and several times a second.
+        watch: called several times a second; raises where the server has ended.
     """
 
     def __init__(
@@ -72,16 +74,17 @@ class Worker:
         in_flight: int,
         attempts: int,
         patience_s: float,
-        watch: Callable[[], bool],
+        stop: Stop,
+        watch: Callable[[], None],
     ) -> None:
         self._client, self._filing, self._writer, self._spots = client, filing, writer, spots
         self._nonce, self._in_flight, self._attempts = nonce, in_flight, attempts
-        self._patience_s, self._watch = patience_s, watch
+        self._patience_s, self._stop, self._watch = patience_s, stop, watch
         self._asked = self._answers = 0
         self.tally = Tally()
 
     async def run(self, samples: Iterator[tuple[Sample, bool]]) -> None:
-        """Settle these samples; returns early where `watch` says so.
+        """Settle these samples; returns early where a stop is asked for: what is in flight is given up.
 
         Args:
             samples: each with whether it is to be checked against the server's own log-probabilities.
@@ -103,6 +106,8 @@ class Worker:
 
     async def _lane(self, samples: Iterator[tuple[Sample, bool]]) -> None:
         for sample, checked in samples:
+            if self._stop.signum is not None:
+                return
             await self._settle(sample, checked)
             self.tally.samples += 1
             self.tally.tokens += len(sample.token_ids)
@@ -194,7 +199,8 @@ class Worker:
             await asyncio.sleep(_TICK_S)
             self._filing.check()
             self._spots.check()
-            if self._watch():
+            self._watch()
+            if self._stop.signum is not None:
                 return
             # Not the clock's time: where this process was stopped for minutes, answers lie waiting.
             silent += min(loop.time() - looked, 2 * _TICK_S)
