@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from eyas.report.charts import (
     WIDTH,
     Bars,
+    Line,
     Panel,
     Row,
     bar_chart,
@@ -48,7 +49,9 @@ def test_thinning_keeps_the_mean_and_the_last_step(points: list[tuple[float, flo
 
 
 def test_line_chart_places_points() -> None:
-    svg = ET.fromstring(line_chart([Panel("loss", [(0, 2.0), (100, 4.0)], "s1"), Panel("length", [], "s2")], "steps"))
+    svg = ET.fromstring(
+        line_chart([Panel("loss", [Line([(0, 2.0), (100, 4.0)], "s1")]), Panel("length", [Line([], "s2")])], "steps")
+    )
     (line,) = svg.iter("polyline")
     first, last = ([float(n) for n in pair.split(",")] for pair in line.get("points", "").split())
     assert first[0] < last[0] and first[1] > last[1]  # larger values are higher up, that is at smaller y
@@ -71,7 +74,7 @@ def test_charts_are_valid_svg(shares: list[float], points: list[tuple[int, float
     ordered = sorted(points)
     for text in (
         bar_chart([Bars("a & b", shares, "s1")], "position"),
-        line_chart([Panel('"loss"', ordered, "s1"), Panel("length", ordered[:1], "s2")], "steps"),
+        line_chart([Panel('"loss"', [Line(ordered, "s1")]), Panel("length", [Line(ordered[:1], "s2")])], "steps"),
     ):
         svg = ET.fromstring(text)
         assert svg.tag == "svg" and "nan" not in text
@@ -91,11 +94,11 @@ def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
 
 def test_a_row_s_parts_follow_one_another() -> None:
     rows = [Row("one <b>", 30, 10), Row("two", 0, 20)]
-    svg = ET.fromstring(row_chart(rows, ("supervised", "context"), ("s1", "s0"), "tokens"))
+    svg = ET.fromstring(row_chart(rows, ("supervised", "context"), ("s1", "s0"), "tokens", "source"))
     bars = [bar for bar in svg.iter("rect") if bar.get("height") == "12"]
     starts, widths = ([float(bar.get(key, "")) for bar in bars] for key in ("x", "width"))
     assert starts[1] == pytest.approx(starts[0] + widths[0], abs=0.2)
     assert widths[0] == pytest.approx(3 * widths[1], rel=0.01) and widths[2] == 0
     assert widths[3] == pytest.approx(2 * widths[1], rel=0.01)
     assert "one <b>: 30 supervised" in [title.text for title in svg.iter("title")]
-    assert "no measurements yet" in row_chart([], ("a", "b"), ("s1", "s0"), "tokens")
+    assert "no measurements yet" in row_chart([], ("a", "b"), ("s1", "s0"), "tokens", "source")

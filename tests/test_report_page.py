@@ -34,6 +34,7 @@ EVALUATION: dict[str, Any] = {
         "gsm8k": {"acceptance_length": 1.9, "acceptance_per_position": [0.6, 0.25, 0.05], "verifications": 1000},
         "mt_bench": {"acceptance_length": 1.4333, "acceptance_per_position": [0.3, 0.1, 0.0333], "verifications": 1113},
     },
+    "kinds": {"digits": {"met": 400, "right": 100}, "word": {"met": 2000, "right": 1300}},
     "decode": {
         "acceptance_length": 1.648,
         "acceptance_per_position": [0.41, 0.175, 0.063],
@@ -73,7 +74,7 @@ class Page(HTMLParser):
             assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if not self._open or self._open[-1] != "style":
+        if not self._open or self._open[-1] not in ("style", "script"):
             self.texts.append(data)
 
 
@@ -138,6 +139,8 @@ def test_a_finished_run_shows_all_its_figures(finished: Run) -> None:
         "replay, gsm8k 1.900 60.0%, 25.0%, 5.0% 1,000",
         "replay, mt_bench 1.433 30.0%, 10.0%, 3.3% 1,113",
         "reference decoding of 16 prompts, temperature 0 1.648 41.0%, 17.5%, 6.3% 466",
+        "digits 400 25.0% 30.0%",
+        "word 2,000 65.0% 70.0%",
         "while training, step 400 1.500 40.0%, 10.0%, 5.0% 900",
         "gave the same token ids",
         "chats <one> 14 8 6",
@@ -166,7 +169,9 @@ def test_coverage_counts_supervised_tokens_only(finished: Run) -> None:
 
 def test_the_page_fetches_nothing(finished: Run) -> None:
     page = Page(write_report(finished).read_text())
-    assert not {tag for tag, _, _ in page.attributes} & {"script", "link", "img", "iframe"}
+    assert not {tag for tag, _, _ in page.attributes} & {"link", "img", "iframe"}
+    policies = [value for tag, name, value in page.attributes if tag == "meta" and name == "content"]
+    assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'" in policies
     assert not [value for _, name, value in page.attributes if name in ("src", "href") or "http" in value]
     html = (finished.dir / "report.html").read_text()
     assert "url(" not in html and "@import" not in html and len(html) < 200_000

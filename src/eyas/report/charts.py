@@ -1,7 +1,8 @@
-"""The report's two charts as inline SVG: no script, no font, no file beside the page.
+"""The report's charts as inline SVG: no script, no font, no file beside the page.
 
 Colours are CSS classes (`s1`, `s2`, `grid`, `axis`) that the page defines for light and dark. Every point and bar has
-a <title>, which browsers show on hover and screen readers read. 400 units wide, so that text stays legible on a phone.
+a <title>: the page shows it where the pointer is, screen readers read it. 400 units wide, so that text stays legible on
+a phone.
 """
 
 import math
@@ -20,18 +21,30 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One measure over the shared x axis.
+class Line:
+    """One line.
 
     Attributes:
-        title: with its unit; stands above the panel.
         points: (x, y) in rising x.
-        style: CSS class of the line.
+        style: CSS class.
+        name: where a panel holds several.
     """
 
-    title: str
     points: Points
     style: str
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One measure over the shared x axis; `title`, with its unit, stands above it."""
+
+    title: str
+    lines: Sequence[Line]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [point for line in self.lines for point in line.points]
 
 
 def line_chart(panels: Sequence[Panel], x_label: str) -> str:
@@ -68,14 +81,15 @@ def _panel(panel: Panel, top: float, reach: float) -> str:
         y = place(0, value)[1]
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
-    places = [place(x, y) for x, y in panel.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    parts.append(f'<polyline class="line {panel.style}" points="{path}"/>')
-    few = len(places) <= 30
-    for (x, y), (at_x, at_y) in zip(panel.points, places, strict=True):
-        style, radius = (f"dot {panel.style}", 3) if few else ("hover", 6)
-        tip = _title(f"step {number(x)}: {panel.title} {y:.4g}")
-        parts.append(f'<circle class="{style}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="{radius}">{tip}</circle>')
+    for line in panel.lines:
+        places = [place(x, y) for x, y in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline class="line {line.style}" points="{path}"/>')
+        style, radius = (f"dot {line.style}", 3) if len(places) <= 30 else ("hover", 6)
+        name = f"{line.name}, " if line.name else ""
+        for (x, y), (at_x, at_y) in zip(line.points, places, strict=True):
+            tip = _title(f"{name}step {number(x)}: {panel.title} {y:.4g}")
+            parts.append(f'<circle class="{style}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="{radius}">{tip}</circle>')
     return "".join(parts)
 
 
@@ -201,8 +215,8 @@ class Row:
     second: float
 
 
-def row_chart(rows: Sequence[Row], names: tuple[str, str], styles: tuple[str, str], x_label: str) -> str:
-    """Horizontal bars, each of two parts, its name above it, and a legend. Returns: an <svg> element."""
+def row_chart(rows: Sequence[Row], names: tuple[str, str], styles: tuple[str, str], x_label: str, of_each: str) -> str:
+    """Horizontal bars, one for each `of_each`, of two parts, its name above it, and a legend. Returns: an <svg>."""
     top, step, right = 30, 34, WIDTH - _RIGHT
     parts, x = [], 4.0
     for name, style in zip(names, styles, strict=True):
@@ -227,4 +241,4 @@ def row_chart(rows: Sequence[Row], names: tuple[str, str], styles: tuple[str, st
     if not rows:
         parts.append(_nothing(height / 2))
     parts.append(f'<text class="tick" x="{right}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>')
-    return _svg(height, f"{names[0]} and {names[1]} by source", parts)
+    return _svg(height, f"{names[0]} and {names[1]} by {of_each}", parts)

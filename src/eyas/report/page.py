@@ -13,7 +13,7 @@ import numpy as np
 from eyas import __version__, fs
 from eyas.errors import RecipeError
 from eyas.progress import duration, size
-from eyas.report.charts import Bars, Panel, Row, bar_chart, histogram, line_chart, row_chart, thin
+from eyas.report.charts import Bars, Line, Panel, Row, bar_chart, histogram, line_chart, row_chart, thin
 from eyas.report.facts import Facts, gather
 from eyas.run import Run
 
@@ -40,7 +40,32 @@ def save_page(facts: Facts) -> Path:
 
 
 def render(facts: Facts) -> str:
-    """The page as text: no script, and nothing is fetched."""
+    """The page as text. It fetches nothing; its one script shows what a chart's mark stands for."""
+    return (
+        templates()
+        .get_template("page.html.j2")
+        .render(
+            facts=facts,
+            run=facts.run,
+            title=facts.run.dir.name,
+            made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            eyas_version=__version__,
+            conditions=conditions(facts),
+            measured=measurements(facts),
+            training_chart=training_chart(facts),
+            acceptance_chart=acceptance_chart(facts),
+            length_chart=length_chart(facts),
+            source_chart=source_chart(facts),
+            kinds=kinds(facts),
+            kinds_chart=kinds_chart(facts),
+            commands=commands(facts),
+            evaluation_text=json.dumps(facts.evaluation, indent=1),
+        )
+    )
+
+
+def templates() -> jinja2.Environment:
+    """The report's templates, with the filters that show numbers."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("eyas.report", ""),
         autoescape=True,
@@ -49,21 +74,7 @@ def render(facts: Facts) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"size": size, "duration": duration, "count": _count, "share": _share, "dec": _decimals}
-    return environment.get_template("page.html.j2").render(
-        facts=facts,
-        run=facts.run,
-        title=facts.run.dir.name,
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        eyas_version=__version__,
-        conditions=conditions(facts),
-        measured=measurements(facts),
-        training_chart=training_chart(facts),
-        acceptance_chart=acceptance_chart(facts),
-        length_chart=length_chart(facts),
-        source_chart=source_chart(facts),
-        commands=commands(facts),
-        evaluation_text=json.dumps(facts.evaluation, indent=1),
-    )
+    return environment
 
 
 def conditions(facts: Facts) -> str:
@@ -93,8 +104,8 @@ def training_chart(facts: Facts) -> str:
     loss = [(line["step"], line["loss"]) for line in facts.steps if math.isfinite(line["loss"])]
     lengths = [(line["step"], line["acceptance_length"]) for line in facts.heldout if line.get("acceptance_length")]
     panels = [
-        Panel("training loss", thin(loss, _MOST_POINTS), "s1"),
-        Panel("held-out acceptance length", lengths, "s2"),
+        Panel("training loss", [Line(thin(loss, _MOST_POINTS), "s1")]),
+        Panel("held-out acceptance length", [Line(lengths, "s2")]),
     ]
     return line_chart(panels, "optimizer steps")
 
@@ -122,7 +133,21 @@ def source_chart(facts: Facts) -> str:
         Row(name, source["supervised_tokens"], source["tokens"] - source["supervised_tokens"])
         for name, source in sorted(sources.items(), key=lambda item: -item[1]["tokens"])
     ]
-    return row_chart(rows[:_MOST_ROWS], ("supervised", "context"), ("s1", "s0"), "tokens")
+    return row_chart(rows[:_MOST_ROWS], ("supervised", "context"), ("s1", "s0"), "tokens", "source")
+
+
+def kinds(facts: Facts) -> list[dict[str, Any]]:
+    """Kinds of tokens that drafts met, the one that ended most verifications first."""
+    told = (facts.evaluation or {}).get("kinds") or {}
+    misses = sum(each["met"] - each["right"] for each in told.values()) or 1
+    rows = [{"kind": kind, **each, "of_misses": (each["met"] - each["right"]) / misses} for kind, each in told.items()]
+    return sorted(rows, key=lambda row: -row["of_misses"])
+
+
+def kinds_chart(facts: Facts) -> str:
+    """Accepted and missed tokens of each kind; "" where they were not counted."""
+    rows = [Row(each["kind"], each["right"], each["met"] - each["right"]) for each in kinds(facts)]
+    return row_chart(rows, ("accepted", "missed"), ("s1", "s2"), "tokens", "kind") if rows else ""
 
 
 def commands(facts: Facts) -> list[str]:

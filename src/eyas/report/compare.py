@@ -1,0 +1,153 @@
+"""Two runs side by side: what differs in their recipes, and what came of it."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from eyas import __version__, fs
+from eyas.errors import RecipeError
+from eyas.progress import size
+from eyas.report.charts import Bars, Line, Panel, bar_chart, line_chart, thin
+from eyas.report.facts import Facts, gather
+from eyas.report.page import conditions, templates
+from eyas.run import Run
+
+_MOST_POINTS = 160
+# Keys that name a place, not what a run is.
+_PLACES = ("name", "runs_dir")
+Figure = tuple[str, Callable[[Facts], float | None], Callable[[float], str]]
+
+
+def write_comparison(first: Run, second: Run) -> Path:
+    """Write compare-SECOND.html into the first run's folder; returns its path.
+
+    Raises: RecipeError where one of them has no folder yet.
+    """
+    for run in (first, second):
+        if not run.dir.is_dir():
+            raise RecipeError(f"{run.dir}: no such run yet", next=f"{run.command('run')}")
+    path = first.dir / f"compare-{second.dir.name}.html"
+    fs.write_atomic(path, render_comparison(gather(first), gather(second)))
+    return path
+
+
+def render_comparison(first: Facts, second: Facts) -> str:
+    """The page as text."""
+    both, names = (first, second), (first.run.dir.name, second.run.dir.name)
+    return (
+        templates()
+        .get_template("compare.html.j2")
+        .render(
+            title=f"{names[0]} and {names[1]}",
+            names=names,
+            made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            eyas_version=__version__,
+            verdict=verdict(first, second),
+            figures=figures(first, second),
+            settings=changed_settings(first, second),
+            acceptance_chart=_acceptance_chart(both, names),
+            training_chart=_training_chart(both, names),
+        )
+    )
+
+
+def verdict(first: Facts, second: Facts) -> str:
+    """One sentence on acceptance length, or why there is none."""
+    lengths = first.acceptance_length, second.acceptance_length
+    if lengths[0] is None or lengths[1] is None:
+        return "Acceptance length: not measured in both."
+    terms = conditions(first), conditions(second)
+    told = f"Acceptance length {lengths[0]:.3f} against {lengths[1]:.3f}"
+    if terms[0] != terms[1]:
+        return f"{told}, but they can't be compared: {terms[0]} and {terms[1]}."
+    spread = _standard_error(first), _standard_error(second)
+    if spread[0] is None or spread[1] is None:
+        return f"{told} ({terms[0]})."
+    noise = 2 * math.hypot(spread[0], spread[1])
+    sure = "more" if abs(lengths[0] - lengths[1]) > noise else "not more"
+    return f"{told} ({terms[0]}): {sure} than chance explains (two standard errors: {noise:.3f})."
+
+
+def _standard_error(facts: Facts) -> float | None:
+    """Of the acceptance length, over verifications: their number of accepted drafts has known shares by position."""
+    evaluation = facts.evaluation or {}
+    shares, count = evaluation.get("acceptance_per_position"), evaluation.get("verifications")
+    if not shares or not count:
+        return None
+    # P(accepted >= i) = shares[i - 1], so E[a] = sum of shares and E[a^2] = sum of (2i - 1) shares.
+    mean = sum(shares)
+    square = sum((2 * place + 1) * share for place, share in enumerate(shares))
+    return math.sqrt(max(square - mean**2, 0.0) / count)
+
+
+def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
+    """A row for each figure that one of them has."""
+    told: list[Figure] = [
+        ("acceptance length", lambda facts: facts.acceptance_length, lambda value: f"{value:.3f}"),
+        ("speed-up, reference decoding", lambda facts: facts.speedup, lambda value: f"{value:.2f}"),
+        ("tokens captured", lambda facts: facts.store and facts.store.tokens, lambda value: f"{value:,.0f}"),
+        ("bytes per token", lambda facts: facts.store and facts.store.bytes_per_token, lambda value: f"{value:,.0f}"),
+        ("store", lambda facts: facts.store and facts.store.size_bytes, size),
+        ("capture, tokens/s", lambda facts: facts.counts("capture").get("tokens_per_s"), lambda value: f"{value:,.0f}"),
+        ("training, tokens/s", lambda facts: facts.train_tokens_per_s, lambda value: f"{value:,.0f}"),
+        ("held-out tokens in the draft vocabulary", _coverage, lambda value: f"{value:.1%}"),
+    ]
+    for source in sorted(set(_by_source(first)) | set(_by_source(second))):
+        told.append((f"acceptance length, {source}", _length_of(source), lambda value: f"{value:.3f}"))
+    rows = []
+    for name, get, show in told:
+        values = [get(facts) for facts in (first, second)]
+        if any(value is not None for value in values):
+            known = [value for value in values if value is not None]
+            ratio = f"{100 * (known[1] / known[0] - 1):+.1f}%" if len(known) == 2 and known[0] else ""
+            shown = ["" if value is None else show(value) for value in values]
+            rows.append({"name": name, "shown": shown, "difference": ratio})
+    return rows
+
+
+def _by_source(facts: Facts) -> dict[str, Any]:
+    return (facts.evaluation or {}).get("by_source") or {}
+
+
+def _length_of(source: str) -> Callable[[Facts], float | None]:
+    return lambda facts: _by_source(facts).get(source, {}).get("acceptance_length")
+
+
+def _coverage(facts: Facts) -> float | None:
+    return facts.vocabulary.coverage.get("heldout") if facts.vocabulary else None
+
+
+def changed_settings(first: Facts, second: Facts) -> list[tuple[str, str, str]]:
+    """(key, value in the first, value in the second) of every recipe key that differs."""
+    flat = [_flat(facts.run.recipe.model_dump(mode="json")) for facts in (first, second)]
+    keys = sorted(set(flat[0]) | set(flat[1]))
+    rows = [(key, str(flat[0].get(key, "")), str(flat[1].get(key, ""))) for key in keys if key not in _PLACES]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _acceptance_chart(both: tuple[Facts, Facts], names: tuple[str, str]) -> str:
+    series = [
+        Bars(name, shares, style)
+        for facts, name, style in zip(both, names, ("s1", "s2"), strict=True)
+        if (shares := ((facts.evaluation or {}).get("replay") or {}).get("acceptance_per_position"))
+    ]
+    return bar_chart(series, "draft position")
+
+
+def _training_chart(both: tuple[Facts, Facts], names: tuple[str, str]) -> str:
+    loss, lengths = [], []
+    for facts, name, style in zip(both, names, ("s1", "s2"), strict=True):
+        steps = [(line["step"], line["loss"]) for line in facts.steps if math.isfinite(line["loss"])]
+        heldout = [(line["step"], line["acceptance_length"]) for line in facts.heldout if line.get("acceptance_length")]
+        loss.append(Line(thin(steps, _MOST_POINTS), style, name))
+        lengths.append(Line(heldout, style, name))
+    return line_chart([Panel("training loss", loss), Panel("held-out acceptance length", lengths)], "optimizer steps")
