@@ -5,6 +5,7 @@
 #   make check                    lint and types only
 #   make engine-vllm              vLLM for CPU in an environment of its own, outside the clone (610 MB downloaded, once)
 #   make test-engines             tests against that vLLM, on the demo's target
+#   make test-browser             the report in Debian's Chromium (installed where it is missing)
 #   make test-lossless            speculation changes no token on all 64 held-out prompts (needs the demo's run, makes it)
 #   make test-gpu                 tests that need CUDA
 #   make crash KILLS=1000         kill the store's writer that often, resume, compare
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-engines test-lossless test-gpu check fix crash engine-vllm clean
+.PHONY: demo test test-engines test-browser test-lossless test-gpu check fix crash engine-vllm clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/smollm2/make_target.py
@@ -53,6 +54,11 @@ test-engines: $(VENV)/.dev
 
 test-lossless: $(VENV)/.dev demo
 	$(BIN)/python tests/lossless.py runs/demo
+
+test-browser: $(VENV)/.dev
+	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium >/dev/null
+	$(PIP) -e ".[browser]"
+	$(BIN)/python -m pytest -o addopts=-q tests/browser
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/gpu
