@@ -56,7 +56,7 @@ test-lossless: $(VENV)/.dev demo
 	$(BIN)/python tests/lossless.py runs/demo
 
 test-browser: $(VENV)/.dev
-	command -v chromium >/dev/null || apt-get install -y --no-install-recommends chromium >/dev/null
+	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y --no-install-recommends chromium >/dev/null)
 	$(PIP) -e ".[browser]"
 	$(BIN)/python -m pytest -o addopts=-q tests/browser
 

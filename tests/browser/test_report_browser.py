@@ -86,8 +86,8 @@ def contrast(page: Any, selector: str) -> float:
                   .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4));
                 return 0.2126 * r + 0.7152 * g + 0.0722 * b;
               };
-              const values = [light(ink), light(getComputedStyle(behind || document.body).backgroundColor)].sort((a, b) => a - b);
-              return (values[1] + 0.05) / (values[0] + 0.05);
+              const values = [light(ink), light(getComputedStyle(behind || document.body).backgroundColor)];
+              return (Math.max(...values) + 0.05) / (Math.min(...values) + 0.05);
             }""",
             selector,
         )
