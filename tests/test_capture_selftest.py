@@ -11,6 +11,7 @@ from helpers_sglang import FakeSGLang, fake_sglang
 from helpers_tiny import make_tiny_target
 from safetensors.torch import load_file, save_file
 
+from eyas.engine.client import SGLangClient
 from eyas.engine.selftest import SelfTest, self_test
 from eyas.errors import EngineError
 from eyas.settings import Target as TargetTable
@@ -20,7 +21,7 @@ from eyas.target import load_target
 def run(target: Path, fake: FakeSGLang, ids: tuple[int, ...] = (2, 4, 5), **options: Any) -> SelfTest:
     found = load_target(TargetTable(path=str(target)))
     ring = str(Path(fake.ring.path))
-    return self_test(found, ids, "float32", fake.url, ring, **options)
+    return self_test(found, ids, "float32", lambda: SGLangClient(fake.url), ring, **options)
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "fp8"])

@@ -20,6 +20,7 @@ from helpers_tiny import make_tiny_target
 
 from eyas.capture.run import execute, inputs
 from eyas.capture.server import state_flags
+from eyas.engine.client import SGLangClient
 from eyas.errors import EngineError, Interrupted, StoreFull
 from eyas.run import Run, open_run
 from eyas.store.reader import StoreReader
@@ -37,7 +38,7 @@ def serve(
     run = make_run(folder, target, SAMPLES, overrides=[*SERVER, *overrides])
     with fake_sglang(target, folder, **options) as fake:
         state = SimpleNamespace(url=fake.url, ring=fake.ring.path, version="0.5.23", self_test={}, alive=lambda: True)
-        state.log = "engine.log"
+        state.log, state.title, state.client = "engine.log", "SGLang", lambda: SGLangClient(fake.url)
 
         @contextmanager
         def serving(run: Run, *, stop: Any) -> Iterator[Any]:

@@ -7,8 +7,9 @@ from helpers_serve import stand_in_run
 from typer.testing import CliRunner
 
 from eyas.cli import app, commands
+from eyas.engine.launch import base_env
 from eyas.engine.profile import Profile, load_profile, profile_names
-from eyas.engine.sglang import aux_flags, base_env, check_release, plan_launch
+from eyas.engine.sglang import aux_flags, check_release, plan_launch
 from eyas.errors import EngineError, RecipeError
 from eyas.target import load_target
 

@@ -85,7 +85,8 @@ def engine_lines(run: Run) -> list[str]:
     facts, lines = Facts(run), []
     with contextlib.suppress(EyasError):  # what is in the way is told by preflight below
         launch, port = facts.launch, run.recipe.engine.port
-        lines.append(f"engine    SGLang {launch.version}, profile {launch.profile.name}: {launch.profile.about}")
+        engine, profile = f"{launch.kind.title} {launch.version}", launch.profile
+        lines.append(f"engine    {engine}, profile {profile.name}: {profile.about}")
         lines.append(f"command   {shlex.join(launch.command(port))}" + ("" if port else "   # port 0: a free one"))
         lines += [f"          {name}={shlex.quote(value)}" for name, value in launch.env.items()]
         if launch.tap:

@@ -176,10 +176,10 @@ class Regenerate(Table):
 
 
 class Engine(Table):
-    kind: Literal["local", "sglang"] = Field(
+    kind: Literal["local", "sglang", "vllm"] = Field(
         "local",
-        description="What runs the target: `local` is Transformers in process; `sglang` is a stock SGLang server "
-        "(0.5.11 to 0.5.23) in its own environment, started, watched and stopped by Eyas.",
+        description="What runs the target: `local` is Transformers in process; `sglang` (0.5.11 to 0.5.23) and `vllm` "
+        "(0.27.0 to 0.33.0) are a stock server in its own environment, started, watched and stopped by Eyas.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Number type the target runs in.")
     device: str = Field(
@@ -361,8 +361,19 @@ class Export(Table):
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Number type of the exported weights."
     )
+    form: Literal["flat", "speculators"] = Field(
+        "flat",
+        description="`flat`: one folder for SGLang and vLLM; `speculators`: its form, for `vllm serve FOLDER`.",
+    )
     sglang_version: str = Field(
-        "0.5.23", description="SGLang release whose layer-id rule the folder follows (0.5.11 to 0.5.23)."
+        "0.5.23",
+        description="SGLang release whose layer-id rule the flat folder follows (0.5.11 to 0.5.23); empty: for vLLM "
+        "alone.",
+    )
+    embedding: bool = Field(
+        False,
+        description="Put the target's embedding into the folder: vLLM needs it where the target is cut into pipeline "
+        "stages, and takes the target's own elsewhere; SGLang never reads it.",
     )
 
 

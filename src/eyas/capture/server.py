@@ -12,7 +12,7 @@ from eyas.capture.filing import Filing
 from eyas.capture.spot import SpotChecks
 from eyas.capture.worker import Worker
 from eyas.data.tokens import Sample, Tokens
-from eyas.engine.client import ServerFacts, SGLangClient, Transient
+from eyas.engine.client import EngineClient, ServerFacts, Transient
 from eyas.engine.preflight import Facts
 from eyas.engine.server import serving
 from eyas.engine.state import ServerState
@@ -28,7 +28,15 @@ from eyas.target import Target
 # Fewer tokens say little: their log-probabilities are checked only where a shard has nothing longer.
 _SPOT_TOKENS = 16
 # Flags that change states by more than rounding.
-_STATE_FLAGS = ("--quantization", "--kv-cache-dtype", "--json-model-override-args", "--load-format", "--lora-paths")
+_STATE_FLAGS = (
+    "--quantization",
+    "--kv-cache-dtype",
+    "--load-format",
+    "--json-model-override-args",  # SGLang
+    "--lora-paths",
+    "--hf-overrides",  # vLLM
+    "--lora-modules",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Captured:
 
 def server_version(run: Run) -> str:
     """Name and release of the engine that the recipe starts. Raises EngineError where there is none."""
-    return f"sglang {Facts(run).launch.version}"
+    return f"{run.recipe.engine.kind} {Facts(run).launch.version}"
 
 
 def state_flags(args: Sequence[str]) -> list[str]:
@@ -76,12 +84,12 @@ class _Capture:
         self.stop, self.state, self.table = stop, state, run.recipe.capture
 
     async def run(self) -> Captured:
-        async with SGLangClient(self.state.url) as client:
+        async with self.state.client() as client:
             facts = await self._facts(client)
             self._refuse_too_long(facts.longest_prompt)
             return await self._work(client, facts)
 
-    async def _facts(self, client: SGLangClient) -> ServerFacts:
+    async def _facts(self, client: EngineClient) -> ServerFacts:
         try:
             facts = await client.facts()
         except Transient as fault:
@@ -93,8 +101,8 @@ class _Capture:
         running, asked = (facts.version, facts.dtype), (self.state.version, self.run_.recipe.engine.dtype)
         if running != asked:
             raise EngineError(
-                f"{client.url}: SGLang {running[0]} in {running[1]}",
-                expected=f"SGLang {asked[0]} in {asked[1]}, which was started there",
+                f"{client.url}: {self.state.title} {running[0]} in {running[1]}",
+                expected=f"{self.state.title} {asked[0]} in {asked[1]}, which was started there",
                 cause="another server took the port",
                 next=self.run_.command("serve stop"),
             )
@@ -115,7 +123,7 @@ class _Capture:
                 f"{self.state.url}: {told}",
                 expected="at most half of them: a drafter of the rest would be trained on a chance selection",
                 cause="the model's context, or room for too few tokens in the server's KV cache",
-                next="give it more (--context-length or --max-total-tokens in engine.args), or lower data.max_tokens",
+                next="lower data.max_tokens, or (SGLang) give it more: --context-length, --max-total-tokens in engine.args",
             )
         say(f"capture: {told}: rejected")
         pending = {sample_id for ids in self.writer.pending() for sample_id in ids}
@@ -123,11 +131,12 @@ class _Capture:
             if plan.id(row) in pending:
                 self.writer.reject(plan.id(row), f"longer than the server takes ({longest} tokens)")
 
-    async def _work(self, client: SGLangClient, facts: ServerFacts) -> Captured:
+    async def _work(self, client: EngineClient, facts: ServerFacts) -> Captured:
         plan, recipe = self.writer.plan, self.run_.recipe
         pending, total = self.writer.pending(), int(plan.tokens.sum())
         left = int(plan.tokens[np.isin(plan.ids, np.array([one for ids in pending for one in ids], "S32"))].sum())
-        say(f"capture: {left:,} of {total:,} tokens to do, SGLang {facts.version} in {facts.dtype} at {client.url}")
+        engine = f"{self.state.title} {facts.version} in {facts.dtype}"
+        say(f"capture: {left:,} of {total:,} tokens to do, {engine} at {client.url}")
         ring = self._ring()
         unchecked = "the server runs random weights" if facts.dummy_weights else ""
         before = ring.counters()

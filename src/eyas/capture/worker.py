@@ -23,7 +23,7 @@ import torch
 from eyas.capture.filing import Filing, Request
 from eyas.capture.spot import SpotChecks
 from eyas.data.tokens import Sample
-from eyas.engine.client import Prefilled, Refused, SGLangClient, Transient
+from eyas.engine.client import EngineClient, Prefilled, Refused, Transient
 from eyas.errors import EngineError
 from eyas.progress import duration, say
 from eyas.signals import Stop
@@ -65,7 +65,7 @@ class Worker:
 
     def __init__(
         self,
-        client: SGLangClient,
+        client: EngineClient,
         filing: Filing,
         writer: StoreWriter,
         spots: SpotChecks,

@@ -25,7 +25,7 @@ def find_run(recipe: Path, overrides: list[str] | None, limit: int) -> Run:
     if run.recipe.engine.kind == "local":
         raise RecipeError(
             'engine.kind = "local" runs the target in process: there is no server',
-            next="--set engine.kind=sglang --set engine.python=PATH, the interpreter that holds SGLang",
+            next="--set engine.kind=sglang (or vllm) --set engine.python=PATH, the interpreter that holds it",
         )
     return run
 

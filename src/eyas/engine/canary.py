@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eyas.engine.client import Prefilled, Refused, ServerFacts, SGLangClient, Transient
+from eyas.engine.client import EngineClient, Prefilled, Refused, ServerFacts, Transient
 from eyas.errors import EngineError, TargetError
 from eyas.tap.encode import FAULT_NAMES, FINE, decode
 from eyas.tap.ring import Counters, Ring
@@ -67,10 +67,10 @@ def canary_ids(target: Target, length: int) -> list[int]:
     return token_ids[:length]
 
 
-def take(ring: Ring, url: str, token_ids: list[int], rid: str, watch: Callable[[], None]) -> Canary:
+def take(ring: Ring, client: EngineClient, token_ids: list[int], rid: str, watch: Callable[[], None]) -> Canary:
     """Send one prompt and take its rows off the ring."""
     count, logprobs_from = len(token_ids), max(0, len(token_ids) - LOGPROB_ROWS - 1)
-    asking = _Asking(url, token_ids, rid, logprobs_from)
+    asking = _Asking(client, token_ids, rid, logprobs_from)
     kept = torch.tensor([at for at in range(count) if at < LAYER_ROWS or at >= logprobs_from])
     hidden = ring.layout.hidden_size
     aux = torch.zeros(len(kept), 3, hidden, dtype=torch.bfloat16)
@@ -85,7 +85,9 @@ def take(ring: Ring, url: str, token_ids: list[int], rid: str, watch: Callable[[
             if asking.ended and silent > _LOST_AFTER_S:
                 raise _lost(ring.counters(), before, int(came.sum()), count)
             if silent > _SILENT_S:
-                raise EngineError(f"self-test: {url} has not answered a prompt of {count} tokens for {silent:.0f} s")
+                raise EngineError(
+                    f"self-test: {client.url} has not answered a prompt of {count} tokens for {silent:.0f} s"
+                )
             continue
         heard = time.monotonic()
         for index, segment in enumerate(block.segments):
@@ -109,12 +111,12 @@ def take(ring: Ring, url: str, token_ids: list[int], rid: str, watch: Callable[[
 class _Asking:
     """One request in a thread of its own, while this one reads the ring. A thread that hangs ends with the process."""
 
-    def __init__(self, url: str, token_ids: list[int], rid: str, logprobs_from: int) -> None:
+    def __init__(self, client: EngineClient, token_ids: list[int], rid: str, logprobs_from: int) -> None:
         self._answer: Prefilled | None = None
         self._fault: Exception | None = None
 
         async def ask() -> Prefilled:
-            async with SGLangClient(url) as client:
+            async with client:
                 return await client.prefill(token_ids, rid, logprobs_from)
 
         def run() -> None:
@@ -147,7 +149,7 @@ def _lost(now: Counters, before: Counters, came: int, count: int) -> EngineError
         return EngineError(
             f"self-test: the tap never fired: a prompt of {count} tokens was answered, and none of its rows came",
             expected=f"{count} rows of hidden states through the ring",
-            cause="the tap is not in the process that runs the model, or SGLang's hooks are elsewhere in this release",
+            cause="the tap is not in the process that runs the model, or this release calls it otherwise",
             next="look for `tap` and `plugin` in the server's log",
         )
     dropped = now.dropped_rows - before.dropped_rows

@@ -8,7 +8,8 @@ import psutil
 
 from eyas.engine.causes import Finding, findings
 from eyas.engine.evidence import Evidence, Member, examine
-from eyas.engine.readiness import READY_LINE, WEIGHTS_LINE
+from eyas.engine.kinds import KINDS
+from eyas.engine.launch import Kind
 from eyas.errors import EngineError
 from eyas.progress import duration, size
 
@@ -89,17 +90,19 @@ def examine_pid(pid: int) -> Evidence:
         processes = tree(pid)
         words = processes[0].cmdline()
     except psutil.NoSuchProcess:
-        raise EngineError(f"no process {pid}", next="ps -ef | grep sglang") from None
-    model = next((words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--model-path", "--model")), "")
+        raise EngineError(f"no process {pid}", next="ps -ef | grep -e sglang -e vllm") from None
+    kind = next((kind for kind in KINDS.values() if any(kind.name in word for word in words)), KINDS["sglang"])
+    names = ("--model-path", "--model", kind.model_after)
+    model = next((words[at + 1] for at, word in enumerate(words[:-1]) if word in names), "")
     flags = {name: _flag(words, spellings) for name, spellings in _FLAGS.items()}
     log, python = log_of(pid), words[0] if words else ""
-    layer = _layer(log.read_text(encoding="utf-8", errors="replace")) if log else ""
+    layer = _layer(kind, log.read_text(encoding="utf-8", errors="replace")) if log else ""
     return examine(processes, log=log, layer=layer, engine_python=python, model_path=model, flags=flags)
 
 
-def _layer(log: str) -> str:
+def _layer(kind: Kind, log: str) -> str:
     """What a server waits for, by the lines of its log."""
-    steps = {"weights loaded": WEIGHTS_LINE, "listening": "Application startup complete", "warm": READY_LINE}
+    steps = {"weights loaded": kind.weights_line, "listening": "Application startup complete", "warm": kind.ready_line}
     return next((layer for layer, line in steps.items() if line not in log), "")
 
 

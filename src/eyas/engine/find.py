@@ -11,7 +11,7 @@ from pathlib import Path
 from eyas.errors import EngineError, RecipeError
 from eyas.settings import Engine
 
-ENGINES = ("sglang", "vllm")
+TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 _USUAL_PLACES = ("/opt", "/opt/conda/envs", "~", "~/.venvs", "~/miniconda3/envs", "~/.cache/eyas/venvs")
 _MOST_PROBES = 20
 _PROBE_S = 10
@@ -19,7 +19,7 @@ _PROBE_S = 10
 _PROBE = f"""
 import importlib.metadata as metadata, importlib.util as util, json
 found = {{}}
-for name in {ENGINES!r}:
+for name in {tuple(TITLES)!r}:
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -74,13 +74,16 @@ def probe(python: Path, env: Mapping[str, str] | None = None) -> Interpreter:
 
 
 def find_engine(table: Engine) -> Interpreter:
-    """engine.python, if it holds SGLang; else an error that shows where the engines of this machine are.
+    """engine.python, if it holds engine.kind; else an error that shows where the engines of this machine are.
 
     Raises: EngineError, RecipeError.
     """
+    name, title = table.kind, TITLES[table.kind]
     if not table.python:
         raise RecipeError(
-            "engine.python is empty", expected="the interpreter of the environment that holds SGLang", next=_elsewhere()
+            "engine.python is empty",
+            expected=f"the interpreter of the environment that holds {title}",
+            next=_elsewhere(name),
         )
     if "/" not in table.python:
         python = Path(shutil.which(table.python) or table.python)
@@ -91,27 +94,27 @@ def find_engine(table: Engine) -> Interpreter:
     found = probe(python, env)
     if found.fault:
         raise EngineError(
-            f"engine.python = {python}: {found.fault}", expected="a Python interpreter", next=_elsewhere(python)
+            f"engine.python = {python}: {found.fault}", expected="a Python interpreter", next=_elsewhere(name, python)
         )
-    if "sglang" not in found.engines:
-        holds = ", ".join(f"{name} {version}" for name, version in found.engines.items()) or "no engine"
+    if name not in found.engines:
+        holds = ", ".join(f"{other} {version}" for other, version in found.engines.items()) or "no engine"
         path = " PYTHONPATH of this shell is not passed on: say it in engine.env." if "PYTHONPATH" in os.environ else ""
         raise EngineError(
-            f"{python}: No module named sglang (it holds {holds})",
-            expected="the interpreter of the environment that SGLang is installed in",
+            f"{python}: No module named {name} (it holds {holds})",
+            expected=f"the interpreter of the environment that {title} is installed in",
             cause=f"another environment's or the system's Python.{path}",
-            next=_elsewhere(python),
+            next=_elsewhere(name, python),
         )
     return found
 
 
-def _elsewhere(asked: Path | None = None) -> str:
-    """Which SGLang other interpreters of this machine hold, as the next step."""
+def _elsewhere(name: str, asked: Path | None = None) -> str:
+    """Which release of an engine other interpreters of this machine hold, as the next step."""
     usual = [path for place in _USUAL_PLACES for path in Path(place).expanduser().glob("*/bin/python")]
     places = [*find_interpreters(), *(probe(path) for path in usual[:_MOST_PROBES])]
-    holders = {str(other.path): other.engines["sglang"] for other in places if "sglang" in other.engines}
+    holders = {str(other.path): other.engines[name] for other in places if name in other.engines}
     holders.pop(str(asked), None)
     if not holders:
-        return "no interpreter on PATH or in the usual places holds SGLang; name one: --set engine.python=PATH"
-    found = "; ".join(f"{path} holds SGLang {version}" for path, version in holders.items())
+        return f"no interpreter on PATH or in the usual places holds {TITLES[name]}; name one: --set engine.python=PATH"
+    found = "; ".join(f"{path} holds {TITLES[name]} {version}" for path, version in holders.items())
     return f"--set engine.python={next(iter(holders))}   ({found})"

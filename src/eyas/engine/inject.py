@@ -1,7 +1,8 @@
 """The tap's way into an engine that isn't changed: a folder for its PYTHONPATH.
 
 SGLang asks importlib.metadata for entry points of the group `sglang.srt.plugins` and calls what it finds (0.5.11
-`plugins/__init__.py:29`, the same up to 0.5.23); a `*.dist-info` folder on the path is all that it takes to be found.
+`plugins/__init__.py:29`, the same up to 0.5.23), vLLM for those of `vllm.general_plugins` (0.27.0 to 0.33.0,
+`plugins/__init__.py`); a `*.dist-info` folder on the path is all that it takes to be found.
 """
 
 import json
@@ -11,7 +12,11 @@ from typing import Any
 
 from eyas import fs, tap
 
-ENTRY_POINTS = "[sglang.srt.plugins]\neyas_tap = eyas_tap.plugin:register\n"
+ENTRY_POINTS = """[sglang.srt.plugins]
+eyas_tap = eyas_tap.plugin:register
+[vllm.general_plugins]
+eyas_tap = eyas_tap.vllm_plugin:register
+"""
 METADATA = "Metadata-Version: 2.1\nName: eyas_tap\nVersion: 0\n"
 # SGLang on a CPU without AMX imports this name where it makes a model's RoPE and then computes it with torch
 # (0.5.23 `layers/rotary_embedding/base.py:138`).
@@ -28,7 +33,7 @@ def write_plugin(folder: Path, settings: dict[str, Any], *, vllm_stub: bool) -> 
 
     Args:
         folder: made anew.
-        settings: what `eyas.tap.plugin.Settings` takes.
+        settings: what the engine's part of the tap takes (`Settings` in tap/sglang.py and tap/vllm.py).
         vllm_stub: for SGLang on a CPU, where no vLLM is installed.
     Returns: what the engine's environment needs: EYAS_TAP, and PYTHONPATH, to which the caller adds what is there.
     """

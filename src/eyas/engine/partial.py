@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -134,6 +135,20 @@ def lm_head(target: Target) -> Tensor:
     if tensor.dtype not in _TORCH.values():
         raise Unchecked(f"lm_head is {tensor.dtype}")
     return tensor[: target.vocab_size]
+
+
+def final_norm(target: Target) -> tuple[Path, str, float]:
+    """Where the weight [H] of the RMS norm before the lm_head stands (file and tensor), and its epsilon.
+
+    Raises: TargetError where one of them is missing.
+    """
+    name = f"{_prefix(target)}norm.weight"
+    if name not in target.weight_files or "rms_norm_eps" not in target.text_config:
+        raise TargetError(
+            f"{target.path}: no tensor {name}, or no rms_norm_eps in config.json",
+            cause="an incomplete checkpoint, or a layout that Eyas doesn't know",
+        )
+    return target.weight_files[name], name, float(target.text_config["rms_norm_eps"])
 
 
 def _prefix(target: Target) -> str:

@@ -16,10 +16,11 @@ import psutil
 
 from eyas import fs
 from eyas.engine import process
-from eyas.engine.find import Interpreter, find_engine
+from eyas.engine.find import TITLES, Interpreter, find_engine
 from eyas.engine.flags import read_flags
 from eyas.engine.gpu import Gpu, gpus, visible
-from eyas.engine.sglang import Launch, base_env, check_release, plan_launch
+from eyas.engine.kinds import check_release, plan_launch
+from eyas.engine.launch import Launch, base_env
 from eyas.errors import EngineError, EyasError, RecipeError, StoreFull, TargetError
 from eyas.need import Need, both_units, counted, room
 from eyas.progress import size
@@ -29,8 +30,8 @@ from eyas.target import Target, load_target
 
 SHM = Path("/dev/shm")
 _HEADER_LIMIT = 100 << 20
-_HOST_BYTES = 3 << 30  # what SGLang's processes take beside the model: 2 to 3 GB seen with SmolLM2
-_DEFAULT_GPU_SHARE = 0.8  # SGLang takes 0.8 to 0.9 of a GPU by itself
+_HOST_BYTES = 3 << 30  # what an engine's processes take beside the model: 2 to 3 GB seen with SmolLM2
+_DEFAULT_GPU_SHARE = 0.8  # engines take 0.8 to 0.92 of a GPU by themselves
 
 
 class Facts:
@@ -50,9 +51,14 @@ class Facts:
     def interpreter(self) -> Interpreter:
         return find_engine(self.run.recipe.engine)
 
+    @property
+    def version(self) -> str:
+        """Release of the engine in that interpreter."""
+        return self.interpreter.engines[self.run.recipe.engine.kind]
+
     @cached_property
     def launch(self) -> Launch:
-        return plan_launch(self.run, self.target, self.interpreter.engines["sglang"])
+        return plan_launch(self.run, self.target, self.version)
 
     @cached_property
     def flags(self) -> dict[str, Any]:
@@ -87,8 +93,8 @@ def faults(run: Run) -> Iterator[EyasError]:
 
 
 def check_engine(facts: Facts) -> None:
-    """SGLang is in that interpreter, of a release that is known."""
-    check_release(facts.interpreter.engines["sglang"])
+    """The engine is in that interpreter, of a release that is known."""
+    check_release(facts.run.recipe.engine.kind, facts.version)
 
 
 def check_launch(facts: Facts) -> None:
@@ -174,9 +180,10 @@ def check_memory(facts: Facts) -> None:
     """Main memory for the ring and, on a CPU, for weights and KV cache."""
     ring = facts.run.recipe.capture.ring_bytes if facts.launch.tap else 0
     weights = weight_bytes(facts) if facts.launch.device == "cpu" else 0
-    needed, free = ring + weights + _HOST_BYTES, available_memory()
+    itself = _HOST_BYTES + facts.launch.cache_bytes
+    needed, free = ring + weights + itself, available_memory()
     if needed > free:
-        parts = f"ring {size(ring)}, weights {size(weights)}, SGLang itself {size(_HOST_BYTES)}"
+        parts = f"ring {size(ring)}, weights {size(weights)}, {facts.launch.kind.title} itself {size(itself)}"
         raise EngineError(
             f"{size(free)} of memory are free; {size(needed)} are needed ({parts})",
             cause="other programs hold it, or the container's limit is low",
@@ -221,7 +228,7 @@ def check_port(facts: Facts) -> None:
     """The port can be bound; where not, who holds it."""
     table = facts.run.recipe.engine
     with socket.socket(socket.AF_INET6 if ":" in table.host else socket.AF_INET) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as SGLang's own server does
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engines' own servers do
         try:
             trial.bind((table.host, table.port))
         except OSError as error:
@@ -244,7 +251,7 @@ def _port_held(run: Run, port: int) -> EngineError:
         f"port {port} is held by {who}",
         expected="a free port for the server",
         cause="a server of an earlier start still runs"
-        if ours or "sglang" in command
+        if ours or any(kind in command for kind in TITLES)
         else "another program serves there",
         next=f"{stop + ', or ' if stop else ''}--set engine.port=0 (any free port)",
     )
@@ -255,21 +262,26 @@ def check_gpus(facts: Facts) -> None:
     if facts.launch.device == "cpu":
         return
     seen = visible(gpus(), base_env(facts.launch))
-    first, count = int(facts.flags.get("base_gpu_id") or 0), int(facts.flags.get("tp_size") or 1)
-    count *= int(facts.flags.get("pp_size") or 1)
+    kind, flags = facts.launch.kind, facts.flags
+    first, count = int(flags.get("base_gpu_id") or 0), int(flags.get(kind.ranks) or 1)
+    count *= int(flags.get(kind.stages) or 1)
     if seen and len(seen) < first + count:
         raise EngineError(
             f"{len(seen)} GPUs are visible; the server wants {count}, from number {first}",
-            cause="--tp-size is larger than this machine, or CUDA_VISIBLE_DEVICES hides some",
-            next="mend --tp-size in engine.args",
+            cause=f"{_flag(kind.ranks)} is larger than this machine, or CUDA_VISIBLE_DEVICES hides some",
+            next=f"mend {_flag(kind.ranks)} in engine.args",
         )
-    share = float(facts.flags.get("mem_fraction_static") or _DEFAULT_GPU_SHARE)
+    share = float(flags.get(kind.memory_share) or _DEFAULT_GPU_SHARE)
     for gpu in seen[first : first + count]:
         if gpu.total_bytes - gpu.used_bytes < share * gpu.total_bytes:
-            raise _gpu_held(gpu, share)
+            raise _gpu_held(gpu, share, _flag(kind.memory_share))
 
 
-def _gpu_held(gpu: Gpu, share: float) -> EngineError:
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _gpu_held(gpu: Gpu, share: float, flag: str) -> EngineError:
     def told(pid: int, amount: int) -> str:
         command = process.command_of(pid)
         return f"process {pid} ({command or 'of another container or user'}) {size(amount)}"
@@ -277,7 +289,7 @@ def _gpu_held(gpu: Gpu, share: float) -> EngineError:
     who = "; ".join(told(pid, amount) for pid, amount in gpu.holders.items()) or "nobody that nvidia-smi shows"
     return EngineError(
         f"GPU {gpu.index} ({gpu.name}): {size(gpu.used_bytes)} of {size(gpu.total_bytes)} are held: {who}",
-        expected=f"{share:.0%} of it free (--mem-fraction-static)",
+        expected=f"{share:.0%} of it free ({flag})",
         cause="another server, or what an earlier one left"
         if gpu.holders
         else "a process that died without its memory being given back, or one of another container",

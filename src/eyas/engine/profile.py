@@ -4,6 +4,7 @@ purpose = "capture"            # or "serve": a plain server without the tap
 about = "one line"
 
 [[flags]]
+engine = "sglang"              # optional: the engine that the flag is for, sglang if not given
 flag = "--disable-radix-cache"
 value = ""                     # optional
 since = "0.5.14"               # optional: releases that know the flag, `before` not included
@@ -12,6 +13,7 @@ required = true                # part of every capture, whatever profile: withou
 reason = "a cached prefix is not computed again: its rows would be missing"
 
 [[env]]
+engine = ""                    # optional: "" is for all engines
 name = "NCCL_PROTO"
 value = "LL"
 reason = "..."
@@ -39,6 +41,7 @@ _FOLDER = Path(__file__).parent / "profiles"
 
 
 class Flag(Table):
+    engine: Literal["sglang", "vllm"] = "sglang"
     flag: str = Field(pattern=r"^--[a-z0-9-]+$")
     value: str = ""
     since: str = ""
@@ -46,13 +49,13 @@ class Flag(Table):
     required: bool = False
     reason: str = Field(min_length=1)
 
-    def fits(self, release: tuple[int, int, int]) -> bool:
-        return (not self.since or release >= _numbers(self.since)) and (
-            not self.before or release < _numbers(self.before)
-        )
+    def fits(self, engine: str, release: tuple[int, int, int]) -> bool:
+        known = not self.since or release >= _numbers(self.since)
+        return engine == self.engine and known and (not self.before or release < _numbers(self.before))
 
 
 class Variable(Table):
+    engine: Literal["", "sglang", "vllm"] = ""
     name: str = Field(pattern=r"^[A-Z][A-Z0-9_]*$")
     value: str
     reason: str = Field(min_length=1)
@@ -75,14 +78,18 @@ class Profile(Table):
     drafter: DrafterSettings | None = None
     evidence: dict[str, Any] = Field(default_factory=dict)
 
-    def flags_for(self, release: tuple[int, int, int]) -> list[Flag]:
-        """Flags for one SGLang release; every capture has the required ones of `extraction` among them."""
-        flags = [flag for flag in self.flags if flag.fits(release)]
+    def flags_for(self, engine: str, release: tuple[int, int, int]) -> list[Flag]:
+        """Flags for one release; every capture has the required ones of `extraction` among them."""
+        flags = [flag for flag in self.flags if flag.fits(engine, release)]
         if self.purpose == "capture" and self.name != DEFAULT:
             own = {flag.flag for flag in flags}
-            needed = [flag for flag in load_profile(DEFAULT).flags_for(release) if flag.required]
+            needed = [flag for flag in load_profile(DEFAULT).flags_for(engine, release) if flag.required]
             flags = [flag for flag in needed if flag.flag not in own] + flags
         return flags
+
+    def env_for(self, engine: str) -> dict[str, str]:
+        """Variables for one engine."""
+        return {entry.name: entry.value for entry in self.env if entry.engine in ("", engine)}
 
 
 def profile_names() -> list[str]:

@@ -1,17 +1,18 @@
 """Is a starting server ready? In layers, each with its time, so that a hang has a name.
 
     process alive      the process runs
-    plugin loaded      the tap was imported by SGLang                       (the tap's events)
+    plugin loaded      the tap was imported by the engine                   (the tap's events)
     weights loaded     the model is in memory, aux layers are set           (the tap's events, or the log)
     listening          the port answers                                     (TCP)
-    warm               SGLang's own first request was answered              (log or /health)
+    warm               the engine answers                                   (SGLang's log, /health)
     tap fired          a request of Eyas's own reached the tap              (the tap's events)
     self-test passed   states are what they should be                       (engine/selftest.py)
 
-`/health` runs a request through the model: it says 503 before the first and while a long prefill keeps it waiting, and
-neither is death. Death is the process's end.
+SGLang's `/health` runs a request through the model: it says 503 before the first and while a long prefill keeps it
+waiting, and neither is death. Death is the process's end.
 """
 
+import asyncio
 import json
 import socket
 import time
@@ -23,6 +24,7 @@ from typing import Any
 import httpx
 
 from eyas.engine import process
+from eyas.engine.client import EngineClient, Refused, Transient
 from eyas.engine.evidence import tail
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import duration, say
@@ -38,8 +40,6 @@ LAYERS = (
     "tap fired",
     "self-test passed",
 )
-READY_LINE = "The server is fired up and ready to roll"
-WEIGHTS_LINE = "Load weight end"
 _POLL_S = 0.25
 _SAY_EVERY_S = 15.0
 _BUSY_CORES = 0.05  # less is bookkeeping: a waiting scheduler wakes a few times a second
@@ -56,6 +56,7 @@ class Watched:
     Attributes:
         pid, created, mark: of the server (engine/process.py).
         log, events: files.
+        ready_line: of the log.
         started: unix time of the launch; layer times count from it.
         layers: name -> seconds, of those reached.
     """
@@ -66,6 +67,7 @@ class Watched:
     url: str
     log: Path
     events: Path
+    ready_line: str
     started: float
     layers: dict[str, float]
 
@@ -93,7 +95,7 @@ class Watched:
         return True
 
     def warm(self) -> bool:
-        return self.logged(READY_LINE) or self._status("/health") == 200
+        return self.logged(self.ready_line) or self._status("/health") == 200
 
     def _status(self, path: str) -> int:
         try:
@@ -110,33 +112,36 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [dict(json.loads(line)) for line in lines]
 
 
-def fire(watched: Watched, ring: Ring, token_ids: Sequence[int]) -> bool:
+def fire(watched: Watched, ring: Ring, client: EngineClient, token_ids: Sequence[int]) -> bool:
     """Send a request of Eyas's own and take its rows from the ring; False where the server can't be reached yet.
 
-    Raises: EngineError where SGLang answered and no rows came.
+    Raises: EngineError where the server answered and no rows came, or answered nonsense.
     """
     rid = f"eyas-ready-{time.time_ns()}"
-    body = {"input_ids": list(token_ids), "rid": rid, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+
+    async def ask() -> None:
+        async with client:
+            await client.prefill(token_ids, rid)
+
     ring.open_reader()
     try:
-        answer = httpx.post(watched.url + "/generate", json=body, timeout=60, trust_env=False)
-        if answer.status_code != 200:
-            raise EngineError(
-                f"{watched.url}/generate: status {answer.status_code} to a request of {len(token_ids)} token ids: "
-                f"{answer.text[:300]}",
-                expected="an answer: the server is warm",
-                next=f"look at the end of its log: {watched.log}",
-            )
+        asyncio.run(ask())
         if _take_rows(ring, rid, len(token_ids)) == len(token_ids):
             return True
-    except httpx.TransportError:
+    except Transient:
         return False
+    except Refused as refusal:
+        raise EngineError(
+            f"{watched.url}: {refusal}, to a request of {len(token_ids)} token ids",
+            expected="an answer: the server is warm",
+            next=f"look at the end of its log: {watched.log}",
+        ) from None
     finally:
         ring.close()
     raise EngineError(
         f"{watched.url}: answered a request of {len(token_ids)} tokens, but not all their rows came through the tap",
         expected=f"{len(token_ids)} rows within {_FIRE_PATIENCE_S:.0f} s",
-        cause="SGLang's methods are not what the tap wraps, or a prefix was taken from a cache",
+        cause="the engine's methods are not what the tap stands on, or a prefix was taken from a cache",
         next=f"eyas doctor --pid {watched.pid}; the tap's own words: {watched.events}",
     )
 

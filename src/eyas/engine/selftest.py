@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from eyas.engine.canary import LAYER_ROWS, Canary, canary_ids, canary_lengths, take
-from eyas.engine.client import ServerFacts, SGLangClient, Transient
+from eyas.engine.client import EngineClient, ServerFacts, Transient
 from eyas.engine.compare import LOGPROB_LIMIT, TIE, AuxCheck, Head, cosine, cosine_limit, judge, logprob_error, reached
 from eyas.engine.partial import PartialDecoder, Unchecked, embeddings
 from eyas.errors import EngineError
@@ -73,7 +73,7 @@ def self_test(
     target: Target,
     aux_layer_ids: Sequence[int],
     dtype: str,
-    base_url: str,
+    connect: Callable[[], EngineClient],
     ring_path: str,
     *,
     device: str = "cpu",
@@ -85,20 +85,21 @@ def self_test(
     Args:
         aux_layer_ids: what the server is believed to send.
         dtype: number type the server runs in: float32, bfloat16 or float16.
+        connect: makes a client of the server.
         device: where the checkpoint's layers are run.
         middle: check the middle layer as well.
         watch: called a few times a second while waiting; raises to give up (the server's process ended, a signal).
     Raises: EngineError with both values where states are not what they should be, or none came.
     """
-    facts = asyncio.run(_facts(base_url))
+    facts = asyncio.run(_facts(connect()))
     length, short = canary_lengths(facts)
     token_ids, stamp = canary_ids(target, length), time.time_ns()
     ring = Ring.attach(ring_path)
     encodings = ring.layout.encoding, ring.layout.final_encoding
     try:
         ring.open_reader()
-        long_one = take(ring, base_url, token_ids, f"eyas-canary-{stamp}-long", watch)
-        short_one = take(ring, base_url, token_ids[:short], f"eyas-canary-{stamp}-short", watch)
+        long_one = take(ring, connect(), token_ids, f"eyas-canary-{stamp}-long", watch)
+        short_one = take(ring, connect(), token_ids[:short], f"eyas-canary-{stamp}-short", watch)
     finally:
         ring.close()
     limit = cosine_limit(target, dtype, "fp8" if "fp8" in encodings else "bf16")
@@ -130,8 +131,8 @@ def self_test(
     )
 
 
-async def _facts(url: str) -> ServerFacts:
-    async with SGLangClient(url) as client:
+async def _facts(client: EngineClient) -> ServerFacts:
+    async with client:
         try:
             return await client.facts()
         except Transient as fault:

@@ -1,4 +1,4 @@
-"""The SGLang server of a run: started, found again, stopped.
+"""The server of a run: started, found again, stopped.
 
 `runs/NAME/engine/server.json` says what was started and how far it got; it is written before the process is there, so
 that a kill of Eyas at any moment leaves nothing that the next command doesn't find.
@@ -18,12 +18,12 @@ from eyas import fs
 from eyas.engine import process
 from eyas.engine.diagnose import flags_of
 from eyas.engine.inject import VLLM_STUB, write_plugin
+from eyas.engine.launch import base_env
 from eyas.engine.leftovers import end_server, ring_path, shm_of
 from eyas.engine.preflight import Facts, preflight
 from eyas.engine.profile import load_profile
-from eyas.engine.readiness import WEIGHTS_LINE, Layer, Watched, climb, fire
+from eyas.engine.readiness import Layer, Watched, climb, fire
 from eyas.engine.selftest import self_test
-from eyas.engine.sglang import base_env
 from eyas.engine.state import ServerState, engine_dir, load_state, locked, save_state
 from eyas.engine.status import diagnosis
 from eyas.errors import EngineError, Interrupted, RecipeError
@@ -32,7 +32,6 @@ from eyas.run import Run, save_recipe
 from eyas.signals import Stop
 from eyas.tap.ring import Ring
 
-RID_PREFIX = "eyas-"
 _STOP_PATIENCE_S = 30.0
 _TAP_PATIENCE_S = 30.0
 
@@ -137,7 +136,11 @@ def _end(run: Run, state: ServerState) -> list[str]:
 
 def _settings(facts: Facts) -> dict[str, Any]:
     recipe, target, launch = facts.run.recipe, facts.target, facts.launch
-    settings: dict[str, Any] = {"engine.python": launch.python, "SGLang": launch.version, "flags": launch.flags}
+    settings: dict[str, Any] = {
+        "engine.python": launch.python,
+        launch.kind.title: launch.version,
+        "flags": launch.flags,
+    }
     settings |= {"engine.host": launch.host, "engine.env": launch.env, "target": target.model_digest}
     if launch.tap:
         settings |= {
@@ -184,6 +187,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
     ring = ring_path(run.dir.name, token) if launch.tap else ""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     state = ServerState(
+        engine=launch.kind.name,
         url=f"http://{launch.host}:{port}",
         port=port,
         ring=ring,
@@ -212,7 +216,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
     state.pid, state.created = started.pid, started.create_time()
     state.layers["process alive"] = round(time.time() - state.started, 2)
     save_state(run, state)
-    say(f"serve: SGLang {launch.version} started, pid {state.pid}, {state.url}; log: {state.log}")
+    say(f"serve: {launch.kind.title} {launch.version} started, pid {state.pid}, {state.url}; log: {state.log}")
     return state
 
 
@@ -225,11 +229,10 @@ def _inject(state: ServerState, facts: Facts, path: str) -> dict[str, str]:
         "aux_layer_ids": state.aux_layer_ids,
         "encoding": layout.encoding,
         "final_encoding": layout.final_encoding,
-        "rid_prefix": RID_PREFIX,
         "hidden_size": target.hidden_size,
         "num_layers": target.num_layers,
-        "official_flag": launch.official_flag,
         "patience_s": _TAP_PATIENCE_S,
+        **launch.tap_settings,
     }
     added = write_plugin(Path(state.plugin), settings, vllm_stub=_needs_stub(facts))
     return added | {"PYTHONPATH": os.pathsep.join(filter(None, [added["PYTHONPATH"], path]))}
@@ -237,13 +240,15 @@ def _inject(state: ServerState, facts: Facts, path: str) -> dict[str, str]:
 
 def _needs_stub(facts: Facts) -> bool:
     """SGLang on a CPU imports vLLM's operators."""
-    return facts.launch.device == "cpu" and "vllm" not in facts.interpreter.engines
+    return (
+        facts.launch.kind.name == "sglang" and facts.launch.device == "cpu" and "vllm" not in facts.interpreter.engines
+    )
 
 
 def _get_ready(run: Run, facts: Facts, state: ServerState, stop: Stop | None) -> None:
     """Climb the layers that are not reached yet; what fails is ended."""
-    files = Path(state.log), Path(state.events)
-    watched = Watched(state.pid, state.created, state.mark, state.url, *files, state.started, state.layers)
+    files, ready = (Path(state.log), Path(state.events)), facts.launch.kind.ready_line
+    watched = Watched(state.pid, state.created, state.mark, state.url, *files, ready, state.started, state.layers)
 
     def reached() -> None:
         state.shm = sorted((shm_of(process.members(state.pid, state.mark)) | set(state.shm)) - {state.ring})
@@ -251,7 +256,7 @@ def _get_ready(run: Run, facts: Facts, state: ServerState, stop: Stop | None) ->
 
     def diagnose(layer: str) -> EngineError:
         told = "gives no sign of work" if state.alive() else "ended"
-        return diagnosis(run, state, layer, f"SGLang (pid {state.pid}) {told} while waiting for: {layer}")
+        return diagnosis(run, state, layer, f"{state.title} (pid {state.pid}) {told} while waiting for: {layer}")
 
     def watch() -> None:
         if stop is not None and stop.signum is not None:
@@ -276,7 +281,7 @@ def _get_ready(run: Run, facts: Facts, state: ServerState, stop: Stop | None) ->
 
 def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[[], None]) -> list[Layer]:
     if not state.ring:
-        weights: Layer = ("weights loaded", lambda: watched.logged(WEIGHTS_LINE))
+        weights: Layer = ("weights loaded", lambda: watched.logged(facts.launch.kind.weights_line))
         return [weights, ("listening", watched.listening), ("warm", watched.warm)]
     token_ids = [token % facts.target.vocab_size for token in range(10, 18)]
     ranks = flags_of(state.command)["tp_size"]
@@ -285,7 +290,7 @@ def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[
         ("weights loaded", lambda: watched.ranks("layers") >= ranks),
         ("listening", watched.listening),
         ("warm", watched.warm),
-        ("tap fired", lambda: fire(watched, Ring.attach(state.ring), token_ids)),
+        ("tap fired", lambda: fire(watched, Ring.attach(state.ring), state.client(), token_ids)),
         ("self-test passed", lambda: _test_states(facts, state, watch)),
     ]
 
@@ -293,7 +298,7 @@ def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[
 def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) -> bool:
     """Run the self-test and keep its figures. Raises EngineError where it fails."""
     dtype = facts.run.recipe.engine.dtype
-    passed = self_test(facts.target, state.aux_layer_ids, dtype, state.url, state.ring, watch=watch)
+    passed = self_test(facts.target, state.aux_layer_ids, dtype, state.client, state.ring, watch=watch)
     state.self_test = passed.figures()
     for line in passed.lines():
         say(f"serve: self-test: {line}")

@@ -4,20 +4,18 @@ Releases 0.5.11 to 0.5.23. Flags come from four places: the recipe's own keys, t
 profile, and `engine.args`, which stand last and win where SGLang lets them.
 """
 
-import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from eyas.engine.profile import Profile, load_profile
-from eyas.errors import EngineError, RecipeError
+from eyas.engine.client import SGLangClient
+from eyas.engine.launch import Kind, Launch, check_own_flags, profile_flags, server_device
+from eyas.engine.profile import load_profile
+from eyas.errors import EngineError
 from eyas.run import Run
-from eyas.settings import Engine
 from eyas.tap.refuse import ARGUMENTS
 from eyas.target import Target
 
+RID_PREFIX = "eyas-"
 OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
 _OFFICIAL_CAPTURE_FROM = (0, 5, 23)
 # Models of 0.5.23 with `set_dflash_layers_to_capture`, which adds 1 to every id for all of these; Qwen2 has only the
@@ -57,37 +55,37 @@ WRONG_FOR_CAPTURE: dict[str, tuple[Any, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How a server is started.
+# What the server's parser makes of a command line; `tell` is defined before it.
+_PARSER = """
+import argparse
+from sglang.srt.server_args import ServerArgs
 
-    Attributes:
-        version, release: of the SGLang in `python`.
-        profile: flags and variables with their reasons.
-        device: "cpu", "cuda", or "" where SGLang finds it.
-        flags: all arguments but host and port.
-        official_flag: 0.5.23's own capture is switched on by `flags`.
-        env: variables on top of `base_env`, without the tap's.
-    """
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        tell(error=message)
+        sys.exit(0)
 
-    python: str
-    version: str
-    release: tuple[int, int, int]
-    profile: Profile
-    device: str
-    host: str
-    flags: list[str]
-    official_flag: bool
-    env: dict[str, str] = field(default_factory=dict)
+parser = Parser()
+ServerArgs.add_cli_args(parser)
+values, unknown = parser.parse_known_args(sys.argv[1:])
+tell(values=vars(values), unknown=unknown, known=sorted(parser._option_string_actions))
+"""
 
-    @property
-    def tap(self) -> bool:
-        return self.profile.purpose == "capture"
-
-    def command(self, port: int) -> list[str]:
-        """All words, as they are executed."""
-        listen = ["--host", self.host, "--port", str(port)]
-        return [self.python, "-m", "sglang.launch_server", *self.flags, *listen]
+SGLANG = Kind(
+    name="sglang",
+    title="SGLang",
+    entry=("-m", "sglang.launch_server"),
+    model_after="--model-path",
+    wrong_for_capture=WRONG_FOR_CAPTURE,
+    parser=_PARSER,
+    checked_import="sglang.srt.server_args",
+    ranks="tp_size",
+    stages="pp_size",
+    memory_share="mem_fraction_static",
+    weights_line="Load weight end",
+    ready_line="The server is fired up and ready to roll",
+    client=lambda url, events: SGLangClient(url),
+)
 
 
 def plan_launch(run: Run, target: Target, version: str) -> Launch:
@@ -97,21 +95,20 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
         device that a server can't be given.
     """
     table, profile, release = run.recipe.engine, load_profile(run.recipe.engine.profile), check_release(version)
-    capture, device = profile.purpose == "capture", _device(table)
-    check_own_flags(table.args)
+    capture, device = profile.purpose == "capture", server_device(table)
+    check_own_flags(OWN_FLAGS, table.args)
     flags = ["--model-path", str(target.path), "--dtype", table.dtype, "--random-seed", "0"]
     flags += ["--trust-remote-code"] if target.trust_remote_code else []
     flags += ["--device", device] if device else []
     if device == "cpu":
         # By itself SGLang on a CPU takes most memory for its KV cache and 16 s to clear it.
         flags += ["--max-total-tokens", str(max(16384, 4 * run.recipe.data.max_tokens))]
-    for entry in profile.flags_for(release):
-        flags += [entry.flag, entry.value] if entry.value else [entry.flag]
-    flags += table.args
+    flags += profile_flags(profile, "sglang", release) + table.args
     ids = target.aux_layer_ids(run.recipe.drafter.aux_layer_ids)
     aux = aux_flags(ids, target.model_type, release) if capture else []
-    env = {entry.name: entry.value for entry in profile.env} | dict(table.env)
-    return Launch(table.python, version, release, profile, device, table.host, flags + aux, bool(aux), env)
+    env = profile.env_for("sglang") | dict(table.env)
+    told = {"rid_prefix": RID_PREFIX, "official_flag": bool(aux)}
+    return Launch(SGLANG, table.python, version, release, profile, device, table.host, flags + aux, env, told)
 
 
 def aux_flags(aux_layer_ids: list[int], model_type: str, release: tuple[int, int, int]) -> list[str]:
@@ -140,64 +137,3 @@ def check_release(version: str) -> tuple[int, int, int]:
             next="name an environment with one of those: --set engine.python=PATH",
         )
     return release
-
-
-def check_own_flags(args: list[str]) -> None:
-    """Raises RecipeError for a flag of `engine.args` that a key of the recipe says."""
-    for word in args:
-        name = word.partition("=")[0]
-        # argparse takes any unique beginning of a flag for the flag.
-        own = next((flag for flag in OWN_FLAGS if len(name) > 3 and flag.startswith(name)), "")
-        if own:
-            raise RecipeError(
-                f"engine.args holds {name}",
-                expected="flags that no other key of the recipe sets",
-                next=f"take it out, and say it with {OWN_FLAGS[own]}",
-            )
-
-
-def check_values(values: Mapping[str, Any], launch: Launch) -> None:
-    """Look at the flags as the server's own parser read them.
-
-    Raises: EngineError for a value under which states would be wrong or rows missing.
-    """
-    if not launch.tap:
-        return
-    for name, (allowed, reason) in WRONG_FOR_CAPTURE.items():
-        # None is a default that SGLang fills in later, with what is allowed.
-        if name in values and values[name] not in (allowed, None):
-            flag = "--" + name.replace("_", "-")
-            raise EngineError(
-                f"{flag} is {values[name]!r} on this command line",
-                expected=f"{allowed!r} while hidden states are captured",
-                cause=reason,
-                next=f"take {flag} out of engine.args or the profile",
-            )
-
-
-def base_env(launch: Launch) -> dict[str, str]:
-    """The environment of this process without what belongs to its own interpreter, then what the recipe adds.
-
-    The engine's bin folder goes first on PATH: kernels are compiled with the `ninja` that lies there.
-    """
-    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
-    env = {name: value for name, value in os.environ.items() if name not in ours}
-    env["PATH"] = f"{Path(launch.python).parent}:{env.get('PATH', os.defpath)}"
-    return env | {"PYTHONUNBUFFERED": "1"} | launch.env
-
-
-def has_gpu() -> bool:
-    """Whether the kernel shows an accelerator that SGLang could take: NVIDIA's or AMD's device files."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-
-
-def _device(table: Engine) -> str:
-    if table.device in ("cpu", "cuda"):
-        return table.device
-    if table.device == "auto":
-        return "" if has_gpu() else "cpu"
-    raise RecipeError(
-        f"engine.device = {table.device!r}",
-        expected="auto, cpu or cuda: a server takes several GPUs",
-        next='--set engine.device=cuda; which GPUs: engine.env = { CUDA_VISIBLE_DEVICES = "0,1" }',
-    )

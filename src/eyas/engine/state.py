@@ -11,6 +11,8 @@ from typing import Any
 
 from eyas import fs
 from eyas.engine import process
+from eyas.engine.client import EngineClient
+from eyas.engine.kinds import KINDS
 from eyas.engine.readiness import LAYERS
 from eyas.errors import Interrupted
 from eyas.progress import say
@@ -39,6 +41,7 @@ class ServerState:
         shm: files in /dev/shm that its processes mapped, the ring not among them.
         self_test: figures of the self-test.
         stopped: unix time at which Eyas ended it; 0 before.
+        engine: its kind, as in engine.kind.
     """
 
     url: str
@@ -61,10 +64,24 @@ class ServerState:
     shm: list[str] = field(default_factory=list)
     self_test: dict[str, Any] = field(default_factory=dict)
     stopped: float = 0.0
+    engine: str = "sglang"
 
     @property
     def settings_digest(self) -> str:
         return fs.digest_json(self.settings)
+
+    @property
+    def title(self) -> str:
+        return KINDS[self.engine].title
+
+    @property
+    def model(self) -> str:
+        """The folder of the model that it serves."""
+        return KINDS[self.engine].model_of(self.command)
+
+    def client(self) -> EngineClient:
+        """For asking it; one for each event loop."""
+        return KINDS[self.engine].client(self.url, Path(self.events))
 
     @property
     def next_layer(self) -> str:

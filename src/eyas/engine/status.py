@@ -18,7 +18,7 @@ from eyas.tap.ring import Ring
 
 def server_died(run: Run, state: ServerState) -> EngineError:
     """The error for a server that ended by itself: the likely cause, and where its log is."""
-    return diagnosis(run, state, "ready", f"SGLang (pid {state.pid}) ended by itself")
+    return diagnosis(run, state, "ready", f"{state.title} (pid {state.pid}) ended by itself")
 
 
 def diagnosis(run: Run, state: ServerState, layer: str, seen: str) -> EngineError:
@@ -33,7 +33,7 @@ def examine_server(state: ServerState, layer: str) -> Evidence:
         log=Path(state.log),
         layer=layer,
         engine_python=state.command[0],
-        model_path=state.command[state.command.index("--model-path") + 1],
+        model_path=state.model,
         flags=flags_of(state.command),
         exit_code=process.reap(state.pid),
         refused=next((event for event in read_events(Path(state.events)) if event["event"] == "refused"), None),
@@ -47,7 +47,8 @@ def status_lines(run: Run) -> list[str]:
         return [f"server    none was started for {run.dir}", f"next      {run.command('serve start')}"]
     lives = state.alive()
     lines = [
-        f"server    SGLang {state.version}, profile {state.profile}, {state.url}, pid {state.pid}: {_condition(state)}",
+        f"server    {state.title} {state.version}, profile {state.profile}, {state.url}, pid {state.pid}: "
+        f"{_condition(state)}",
         f"layers    {', '.join(f'{name} {duration(seconds)}' for name, seconds in state.layers.items())}",
     ]
     lines += [f"waits     for: {state.next_layer}"] if lives and not state.ready else []

@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     extract_from_kv_cache,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from .block import AUX_LAYERS, Layout
 from .events import Events, Refused
@@ -52,7 +53,7 @@ class Settings(NamedTuple):
         aux_layer_ids: as in the store's manifest: the stream after so many decoder layers.
         encoding, final_encoding: of the ring's rows.
         hidden_size, num_layers: of the target, as Eyas read them from its folder.
-        norm: file that holds the final norm's weight [H] as the tensor `weight`.
+        norm_file, norm_tensor: where the final norm's weight [H] stands in the checkpoint.
         norm_eps: of the final norm.
         patience_s: how long a step waits for room in a full ring.
     """
@@ -64,7 +65,8 @@ class Settings(NamedTuple):
     final_encoding: str
     hidden_size: int
     num_layers: int
-    norm: str
+    norm_file: str
+    norm_tensor: str
     norm_eps: float
     patience_s: float
 
@@ -107,7 +109,6 @@ class EyasConnector(ExampleHiddenStatesConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings(**json.loads(Path(os.environ["EYAS_TAP"]).read_text()))
         self._events = Events(self._settings.events)
-        self._events.write("plugin", role="scheduler" if role == KVConnectorRole.SCHEDULER else "worker")
         self._requests: dict[str, Request] = {}
         self._sender: Sender | None = None
         self._norm = torch.empty(0)
@@ -164,9 +165,10 @@ class EyasConnector(ExampleHiddenStatesConnector):
         Raises: Refused.
         """
         super().register_kv_caches(kv_caches)
+        self._events.rank = get_tensor_model_parallel_rank()
         try:
             self._check()
-            if self._is_tp_rank_zero:
+            if self._events.rank == 0:
                 self._connect()
         except Refused as refused:
             self._events.refuse(refused)
@@ -263,7 +265,8 @@ class EyasConnector(ExampleHiddenStatesConnector):
             self._sender = Sender(ring, self._events, device, self._settings.patience_s)
         except (OSError, RingError) as error:
             raise Refused(str(error), f"a ring of {wanted}", "the ring was removed or made for another run") from error
-        self._norm = load_file(self._settings.norm)["weight"].float().to(device)
+        with safe_open(self._settings.norm_file, framework="pt") as handle:
+            self._norm = handle.get_tensor(self._settings.norm_tensor).float().to(device)
         self._events.write("ring", pinned=self._sender.pinned)
 
 
