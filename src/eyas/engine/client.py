@@ -64,7 +64,8 @@ class Prefilled:
 
 class EngineClient:
     """Asks one server. A request has no time limit: a worker that was stopped for minutes must lose nothing by it, and
-    whether the server lives is seen by its process. Use as an async context manager, from one event loop."""
+    whether the server lives is seen by its process. A request that is cancelled is dropped by the server, as its
+    connection closes. Use as an async context manager, from one event loop."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -97,21 +98,14 @@ class EngineClient:
         """
         raise NotImplementedError
 
-    async def abort(self, rid: str) -> None:
-        """Have the server drop a request; nothing happens where it has ended already.
-
-        Raises: Transient.
-        """
-        raise NotImplementedError
-
-    async def _send(self, request: httpx.Request, timeout_s: float | None, parsed: bool = True) -> Any:
+    async def _send(self, request: httpx.Request, timeout_s: float | None) -> Any:
         """The parsed body of a response with HTTP 200; other outcomes as Transient, Refused or EngineError."""
         request.extensions["timeout"] = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None).as_dict()
         client = self._idle.pop() if self._idle else self._new_client()
         try:
             response = await client.send(request)
             if response.status_code == 200:
-                return response.json() if parsed else None
+                return response.json()
         except (httpx.TransportError, httpx.DecodingError, ValueError) as error:
             raise Transient(f"{request.url}: {type(error).__name__}: {error or 'no answer'}") from None
         finally:
@@ -168,9 +162,6 @@ class SGLangClient(EngineClient):
             body |= {"return_logprob": True, "logprob_start_len": logprobs_from}
         answer = await self._send(httpx.Request("POST", f"{self.url}/generate", json=body), None)
         return self._read(answer, len(token_ids), logprobs_from)
-
-    async def abort(self, rid: str) -> None:
-        await self._send(httpx.Request("POST", f"{self.url}/abort_request", json={"rid": rid}), _INFO_S, parsed=False)
 
     def _read(self, answer: Any, tokens: int, logprobs_from: int | None) -> Prefilled:
         try:

@@ -24,6 +24,7 @@ SHM = Path("/dev/shm")
 _RING = re.compile(r"eyas-(\d+)-.*-([0-9a-f]{8})\.ring$")
 _SGLANG = "sglang_loads_*.shm"
 _FRESH_S = 60.0  # a ring, and a process, are there before it is noted whose they are
+_PORT_PATIENCE_S = 5.0
 _GPU_PATIENCE_S = 30.0
 
 
@@ -66,7 +67,7 @@ def end_server(session: int, mark: str, port: int, shm: Iterable[str], patience_
     left = [f"left: process {one.pid}: {process.command_of(one.pid)}" for one in process.members(session, mark)]
     lines += remove_shm(own)
     left += [f"left: {path}: still there" for path in sorted(own) if Path(path).exists()]
-    holder = process.port_holder(port) if port else None
+    holder = _port_holder(port) if port else None
     if port and holder is None:
         lines.append(f"port {port} is free")
     elif holder is not None:
@@ -87,6 +88,14 @@ def remove_shm(paths: Iterable[str]) -> list[str]:
             fs.remove(Path(path))
             lines.append(f"{path} ({size(amount)}) removed")
     return lines
+
+
+def _port_holder(port: int) -> tuple[int, str] | None:
+    """Who listens there after up to 5 s: the kernel closes a killed process's sockets a moment after it is gone."""
+    deadline = time.monotonic() + _PORT_PATIENCE_S
+    while (holder := process.port_holder(port)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return holder
 
 
 def _gpu_bytes(pids: set[int]) -> int:

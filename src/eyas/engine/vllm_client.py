@@ -64,9 +64,6 @@ class VLLMClient(EngineClient):
         answer = await self._send(httpx.Request("POST", f"{self.url}/v1/completions", json=body), None)
         return self._read(answer, list(token_ids), logprobs_from)
 
-    async def abort(self, rid: str) -> None:
-        """Nothing: vLLM drops a request when its connection is closed, which it was."""
-
     def _read(self, answer: Any, token_ids: list[int], logprobs_from: int | None) -> Prefilled:
         try:
             (choice,) = answer["choices"]
