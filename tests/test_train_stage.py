@@ -19,12 +19,14 @@ from helpers_capture import make_run, random_samples
 from safetensors.torch import load_file
 
 from eyas.data.tokens import sample_id
+from eyas.drafter.align import IntArray
 from eyas.errors import Interrupted, RecipeError, TrainError
 from eyas.record import load_record
 from eyas.run import Run
 from eyas.stages import run_stage
 from eyas.train import trainer as trainer_module
 from eyas.train.checkpoint import latest
+from eyas.train.feed import Row, RowMaker
 from eyas.train.log import read_log
 
 SETTINGS = ["train.draft_vocab_size=200", "train.epochs=3", "train.batch_tokens=128", "train.ttt_steps=3"]
@@ -209,14 +211,14 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
     captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = copy_of(captured, tmp_path)
-    original = trainer_module.Trainer._pack
+    original = RowMaker.row
 
-    def poisoned(self: object, samples: list) -> object:
-        pack = original(self, samples)  # type: ignore[arg-type]
-        pack.aux[3, 5] = float("nan")
-        return pack
+    def poisoned(self: RowMaker, samples: IntArray) -> Row:
+        row = original(self, samples)
+        row.pack.aux[3, 5] = float("nan")
+        return row
 
-    monkeypatch.setattr(trainer_module.Trainer, "_pack", poisoned)
+    monkeypatch.setattr(RowMaker, "row", poisoned)
     with pytest.raises(TrainError) as error:
         run_stage(run, "train")
     assert "step 1: loss nan" in str(error.value)

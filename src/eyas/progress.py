@@ -21,8 +21,19 @@ _PLAIN_EVERY_S = 10.0
 _STATUS_EVERY_S = 1.0
 
 
+_hushed = False
+
+
+def hush() -> None:
+    """From now on this process says and writes nothing of how far it is: another one, that it works with, does."""
+    global _hushed
+    _hushed = True
+
+
 def say(text: str) -> None:
     """One line for the user, on standard error, so that standard output stays for results."""
+    if _hushed:
+        return
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
 
 
@@ -35,30 +46,19 @@ class Progress:
         unit: what is counted, plural ("tokens").
         logs_dir: the run's logs/ folder; status.json there is rewritten about once a second. None: no file.
         done: work already finished by an earlier run; it counts as progress but not for the rate.
-        quiet: say and write nothing (another process does).
 
     Use as a context manager; call `advance(n, note)`.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        total: float,
-        unit: str,
-        logs_dir: Path | None = None,
-        done: float = 0,
-        *,
-        quiet: bool = False,
-    ) -> None:
-        self.stage, self.total, self.unit, self.logs_dir = stage, total, unit, None if quiet else logs_dir
-        self.quiet = quiet
+    def __init__(self, stage: str, total: float, unit: str, logs_dir: Path | None = None, done: float = 0) -> None:
+        self.stage, self.total, self.unit, self.logs_dir = stage, total, unit, logs_dir
         self.done, self._first = done, done
         self.note = ""
         self._start = self._said = self._saved = time.monotonic()
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty() and not self.quiet:
+        if sys.stderr.isatty() and not _hushed:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -76,7 +76,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if (self.elapsed_s > 2 or kind is not None) and not self.quiet:
+        if self.elapsed_s > 2 or kind is not None:
             say(self.line())
         self._save()
 
@@ -101,7 +101,7 @@ class Progress:
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, tail=self._tail())
-        elif now - self._said >= _PLAIN_EVERY_S and not self.quiet:
+        elif now - self._said >= _PLAIN_EVERY_S:
             self._said = now
             say(self.line())
         if now - self._saved >= _STATUS_EVERY_S:
@@ -117,7 +117,7 @@ class Progress:
 
     def _save(self) -> None:
         self._saved = time.monotonic()
-        if self.logs_dir is None:
+        if self.logs_dir is None or _hushed:
             return
         state: dict[str, Any] = {"stage": self.stage, "done": self.done, "total": self.total, "unit": self.unit}
         state |= {"rate": self.rate, "eta_s": self.eta_s, "note": self.note, "updated": time.time()}

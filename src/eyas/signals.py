@@ -21,11 +21,13 @@ class Stop:
 
 
 @contextmanager
-def stop_on_signals(finishing: str) -> Iterator[Stop]:
+def stop_on_signals(finishing: str, *, forwarded: bool = False) -> Iterator[Stop]:
     """Within the block SIGINT and SIGTERM set `Stop.signum` instead of ending the process. Main thread only.
 
     Args:
         finishing: what is finished before the process ends ("this batch"), for the message.
+        forwarded: signals come through a launcher, which may send each again: later ones change nothing, until the end
+            of the process where it stops.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -33,8 +35,9 @@ def stop_on_signals(finishing: str) -> Iterator[Stop]:
     def note(signum: int, frame: FrameType | None) -> None:
         stop.signum = signum
         for number, handler in before.items():
-            signal.signal(number, handler)
-        say(f"{signal.Signals(signum).name}: finishing {finishing}, then stopping; once more to stop at once")
+            signal.signal(number, signal.SIG_IGN if forwarded else handler)
+        again = "" if forwarded else "; once more to stop at once"
+        say(f"{signal.Signals(signum).name}: finishing {finishing}, then stopping{again}")
 
     try:
         for number in before:
@@ -42,4 +45,4 @@ def stop_on_signals(finishing: str) -> Iterator[Stop]:
         yield stop
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if forwarded and stop.signum is not None else handler)

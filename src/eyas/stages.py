@@ -33,7 +33,6 @@ STAGES = {
     "train": "eyas.train.loop",
     "evaluate": "eyas.evaluate.stage",
     "export": "eyas.export.stage",
-    "serving": "eyas.evaluate.serving",
 }
 ERROR_FILE = "last_error.json"
 
@@ -60,19 +59,10 @@ def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
     """
     stage = cast(Stage, importlib.import_module(STAGES[name]))
     with noting_errors(run, name):
-        upstream = _upstream(run, name)
-        inputs = upstream | stage.inputs(run)
-        done = load_record(run.dir, name)
-        if done is not None and not redo:
-            change = changed_input(done, inputs)
-            if not change:
-                say(f"{name}: done already on {done.finished} with the same inputs; skipped")
-                return done
-            raise RecipeError(
-                f"{name} is finished in {run.dir}, but {change}",
-                cause="the recipe, the data or an earlier stage changed since",
-                next=f"{run.command('run', '--redo', name)}   # from {name} on; --set name=OTHER keeps both",
-            )
+        inputs = _upstream(run, name) | stage.inputs(run)
+        done = None if redo else _done_already(run, name, inputs)
+        if done is not None:
+            return done
         if redo:
             _discard(run, name, stage)
         save_recipe(run)
@@ -84,6 +74,17 @@ def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
         return cast(Record, load_record(run.dir, name))
 
 
+def follow_stage(run: Run, name: str, *, redo: bool = False) -> None:
+    """What a process does that works on a stage together with another one, which runs it: the same decisions.
+
+    It writes nothing: record, recipe and errors are the other's. Raises: as run_stage.
+    """
+    stage = cast(Stage, importlib.import_module(STAGES[name]))
+    inputs = _upstream(run, name) | stage.inputs(run)
+    if redo or _done_already(run, name, inputs) is None:
+        stage.execute(run)
+
+
 def run_all(run: Run, *, redo: str = "") -> dict[str, Record]:
     """All stages in order; `redo` names the first stage to do again (it and all after it)."""
     records, again = {}, False
@@ -91,6 +92,25 @@ def run_all(run: Run, *, redo: str = "") -> dict[str, Record]:
         again = again or name == redo
         records[name] = run_stage(run, name, redo=again)
     return records
+
+
+def _done_already(run: Run, name: str, inputs: Inputs) -> Record | None:
+    """The record that proves a stage's end; None where there is none.
+
+    Raises: RecipeError where it was made from other inputs.
+    """
+    done = load_record(run.dir, name)
+    if done is None:
+        return None
+    change = changed_input(done, inputs)
+    if change:
+        raise RecipeError(
+            f"{name} is finished in {run.dir}, but {change}",
+            cause="the recipe, the data or an earlier stage changed since",
+            next=f"{run.command('run', '--redo', name)}   # from {name} on; --set name=OTHER keeps both",
+        )
+    say(f"{name}: done already on {done.finished} with the same inputs; skipped")
+    return done
 
 
 def _upstream(run: Run, name: str) -> Inputs:
@@ -158,7 +178,5 @@ def stage_names() -> Sequence[str]:
 
 
 def stages_of(run: Run) -> Sequence[str]:
-    """The stages of one run, in order: `regenerate` is among them where the recipe names servers, `serving` where it
-    names an engine that serves the drafter."""
-    wanted = {"regenerate": bool(run.recipe.regenerate.servers), "serving": bool(run.recipe.serving.kind)}
-    return [name for name in STAGES if wanted.get(name, True)]
+    """The stages of one run, in order: `regenerate` is among them where the recipe names servers."""
+    return [name for name in STAGES if name != "regenerate" or run.recipe.regenerate.servers]

@@ -16,7 +16,9 @@ def run(
 ) -> None:
     """Do every stage in order, skipping what is finished, and write the report."""
     from eyas.stages import run_all, stages_of
+    from eyas.train.ranks import refuse_ranks
 
+    refuse_ranks("run")
     described = read_run(recipe, set_, limit)
     if redo and redo not in stages_of(described):
         raise RecipeError(f"--redo {redo}: no such stage", expected=", ".join(stages_of(described)))

@@ -6,15 +6,19 @@ It needs the whole lm_head (V rows), the most costly product of training on a la
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas import fs
+from eyas.drafter.align import IntArray
 from eyas.drafter.target import TargetHead
 from eyas.progress import Progress
 from eyas.store.reader import StoreReader
+from eyas.tap.encode import decode
+from eyas.train.parallel import Parallel
 
 _ROWS = 1024  # x 49,152 logits in fp32 = 200 MB
 
@@ -22,38 +26,55 @@ _ROWS = 1024  # x 49,152 logits in fp32 = 200 MB
 class TargetArgmax:
     """int64 argmax of lm_head(final) for each stored sample."""
 
-    def __init__(self, flat: Tensor, offsets: dict[str, tuple[int, int]]) -> None:
-        self._flat, self._offsets = flat, offsets
+    def __init__(self, flat: Tensor, ends: IntArray) -> None:
+        self._flat, self._ends = flat, ends
 
-    def of(self, sample_id: str) -> Tensor:
-        """At the sample's supervised positions, int64 [F]."""
-        low, high = self._offsets[sample_id]
-        return self._flat[low:high].long()
+    def of(self, row: int) -> Tensor:
+        """At the supervised positions of the sample in a row of the store's index, int64 [F]."""
+        low = int(self._ends[row - 1]) if row else 0
+        return self._flat[low : int(self._ends[row])].long()
 
 
-def load_or_make(path: Path, reader: StoreReader, head: TargetHead, logs_dir: Path) -> TargetArgmax:
-    """Read the cache if it belongs to this store, else compute and keep it."""
-    offsets, position = {}, 0
-    for ref in reader.samples():
-        offsets[ref.sample_id] = (position, position + ref.supervised)
-        position += ref.supervised
-    if path.is_file():
-        with safe_open(path, framework="pt") as handle:
-            if (handle.metadata() or {}).get("store") == reader.digest:
-                return TargetArgmax(handle.get_tensor("argmax"), offsets)
-    flat = torch.empty(position, dtype=torch.int32)
-    with torch.no_grad(), Progress("train (target argmax)", position, "positions", logs_dir) as progress:
-        for sample_id, (low, high) in offsets.items():
-            final = reader.read(sample_id).final_hidden_states
+def load_or_make(path: Path, reader: StoreReader, head: TargetHead, parallel: Parallel, logs_dir: Path) -> TargetArgmax:
+    """Read the cache if it belongs to this store, else compute it, each process a share, and keep it."""
+    written = reader.written()
+    counts = np.zeros(len(reader.rows), np.int64)
+    counts[written] = reader.rows.supervised[written]
+    ends = np.cumsum(counts)
+    cached = _load(path, reader.digest)
+    if parallel.add([cached is not None]) == [parallel.world]:
+        assert cached is not None
+        return TargetArgmax(cached, ends)
+    flat = torch.zeros(int(ends[-1]), dtype=torch.int32)
+    mine = written[parallel.rank :: parallel.world]
+    total = int(counts[mine].sum())
+    with torch.no_grad(), Progress("train (target argmax)", total, "positions", logs_dir) as progress:
+        for row in mine.tolist():
+            low = int(ends[row] - counts[row])
+            values, scales = reader.encoded(row).final
+            device = head.lm_head.device
+            final = decode(values.to(device), None if scales is None else scales.to(device)).to(head.lm_head.dtype)
             for first in range(0, len(final), _ROWS):
-                rows = final[first : first + _ROWS].to(head.lm_head.device, head.lm_head.dtype)
+                rows = final[first : first + _ROWS]
                 flat[low + first : low + first + len(rows)] = _argmax(rows @ head.lm_head.T)
-            progress.advance(high - low)
-    partial = path.with_name(f"{fs.PARTIAL_PREFIX}{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"argmax": flat}, partial, metadata={"store": reader.digest})
-    fs.commit_file(partial, path)
-    return TargetArgmax(flat, offsets)
+            progress.advance(int(counts[row]))
+    parallel.add_tensor(flat)
+    if parallel.leads:
+        partial = path.with_name(f"{fs.PARTIAL_PREFIX}{path.name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"argmax": flat}, partial, metadata={"store": reader.digest})
+        fs.commit_file(partial, path)
+    return TargetArgmax(flat, ends)
+
+
+def _load(path: Path, store_digest: str) -> Tensor | None:
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as handle:
+        if (handle.metadata() or {}).get("store") != store_digest:
+            return None
+        flat: Tensor = handle.get_tensor("argmax")
+        return flat
 
 
 def _argmax(logits: Tensor) -> Tensor:

@@ -1,52 +1,111 @@
-"""Which samples make which optimizer step: decided from lengths alone, before the first one."""
+"""Which samples make which optimizer step: decided from lengths alone, before the first one.
+
+The order depends on the store and the recipe, not on the number of processes: each of them works through the same
+steps and takes its share of a step's rows. So a run goes on at its exact place with any number of processes.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
+import numpy as np
+
+from eyas.drafter.align import IntArray
 from eyas.drafter.pack import fill_packs
-from eyas.store.reader import StoredSample, StoreReader
+from eyas.settings import Train
+from eyas.store.reader import StoreReader
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The whole run's order.
+class StepPlan:
+    """The samples of one optimizer step.
 
     Attributes:
-        packs: number of samples in each packed row, in order, over all epochs.
-        accumulation: packed rows per optimizer step.
+        number: of the step, counted from 0.
+        first_sample: samples that all steps before it took.
+        rows: for each packed row its samples, as row numbers of the store's index, int64.
+        tokens: of all its samples.
     """
 
-    packs: list[int]
-    accumulation: int
+    number: int
+    first_sample: int
+    rows: list[IntArray]
+    tokens: int
 
     @property
-    def steps(self) -> int:
-        return -(-len(self.packs) // self.accumulation)
+    def samples(self) -> int:
+        return sum(len(row) for row in self.rows)
 
-    def step(self, number: int) -> list[int]:
-        """Sizes of the packed rows of an optimizer step, counted from 0."""
-        return self.packs[number * self.accumulation : (number + 1) * self.accumulation]
+    def count(self, world: int) -> int:
+        """Packed rows of each of `world` processes."""
+        return -(-len(self.rows) // world)
 
-    def samples_before(self, number: int) -> int:
-        """Samples consumed before an optimizer step."""
-        return sum(self.packs[: number * self.accumulation])
-
-
-def make_schedule(reader: StoreReader, *, seed: int, epochs: float, batch_tokens: int, accumulation: int) -> Schedule:
-    """Pack all epochs' samples in streaming order; a fraction of an epoch is its first samples."""
-    per_epoch = len(reader.samples("train"))
-    wanted = max(1, round(per_epoch * epochs))
-    tokens = reader.rows.table["tokens"].to_numpy()
-    lengths: list[int] = []
-    for epoch in range(-(-wanted // per_epoch)):
-        lengths += tokens[reader.order("train", seed, epoch)].tolist()
-    return Schedule(fill_packs(lengths[:wanted], batch_tokens), accumulation)
+    def share(self, rank: int, world: int) -> list[IntArray | None]:
+        """The packed rows of one process of `world`; None where others have one more: all take part as often."""
+        mine: list[IntArray | None] = [*self.rows[rank::world]]
+        return mine + [None] * (self.count(world) - len(mine))
 
 
-def stream_from(reader: StoreReader, *, seed: int, consumed: int) -> Iterator[StoredSample]:
-    """Training samples, epoch after epoch, from the exact position that `consumed` samples leave."""
-    per_epoch = len(reader.samples("train"))
-    epoch, start = divmod(consumed, per_epoch)
-    while True:
-        yield from reader.stream("train", seed=seed, epoch=epoch, start=start)
-        epoch, start = epoch + 1, 0
+class Schedule:
+    """The whole run's order. One epoch is held in memory at a time: 24 bytes a sample.
+
+    Samples come in streaming order, epoch after epoch, and fill rows of `batch_tokens`; `accumulation` rows make a
+    step. Within a step the samples are dealt anew by length, which changes no sum and makes equal rows of them.
+
+    Attributes:
+        steps: optimizer steps in all.
+        samples: training samples that they take; a fraction of an epoch is its first samples.
+    """
+
+    def __init__(self, reader: StoreReader, table: Train) -> None:
+        self._reader, self._table = reader, table
+        self._per_epoch = len(reader.order("train", table.seed, 0))
+        self.samples = max(1, round(self._per_epoch * table.epochs))
+        self.steps = -(-sum(1 for _ in self._packed_rows()) // table.accumulation)
+
+    def from_step(self, first: int) -> Iterator[StepPlan]:
+        """Steps first, first + 1 and so on."""
+        packed, taken = self._packed_rows(), 0
+        for number in range(self.steps):
+            rows = list(islice(packed, self._table.accumulation))
+            if number >= first:
+                everything = np.concatenate(rows)
+                tokens = self._reader.rows.tokens[everything]
+                yield StepPlan(number, taken, self._deal(rows, everything, tokens), int(tokens.sum()))
+            taken += sum(len(row) for row in rows)
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the steps before it take."""
+        rows = islice(self._packed_rows(), step * self._table.accumulation)
+        return sum(len(row) for row in rows)
+
+    def _packed_rows(self) -> Iterator[IntArray]:
+        """Samples of each packed row, over all epochs. A row that an epoch leaves open takes the next one's first."""
+        opened = np.zeros(0, np.int64)
+        for epoch in range(-(-self.samples // self._per_epoch)):
+            order = self._reader.order("train", self._table.seed, epoch)
+            order = np.concatenate([opened, order[: self.samples - epoch * self._per_epoch]])
+            sizes = fill_packs(self._reader.rows.tokens[order].tolist(), self._table.batch_tokens)
+            ends = np.cumsum(sizes)
+            for size, end in zip(sizes[:-1], ends[:-1], strict=True):
+                yield order[end - size : end]
+            opened = order[ends[-1] - sizes[-1] :]
+        yield opened
+
+    def _deal(self, rows: list[IntArray], everything: IntArray, tokens: IntArray) -> list[IntArray]:
+        """The same samples in as many rows of about equal work, or as they are where those would pass the budget.
+
+        The longest first, each to the row with the least work so far. A supervised token is computed in every step of
+        the training-time test, another one in the first only.
+        """
+        if len(rows) == 1:
+            return rows
+        work = tokens + self._table.ttt_steps * self._reader.rows.supervised[everything]
+        filled, load = np.zeros((2, len(rows)), np.int64)
+        place = np.empty(len(everything), np.int64)
+        for sample in np.argsort(-work, kind="stable"):
+            row = int(load.argmin())
+            place[sample], filled[row], load[row] = row, filled[row] + tokens[sample], load[row] + work[sample]
+        if filled.max() > max(self._table.batch_tokens, *(int(self._reader.rows.tokens[row].sum()) for row in rows)):
+            return rows
+        return [everything[place == row] for row in range(len(rows))]

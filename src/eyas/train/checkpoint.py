@@ -1,9 +1,14 @@
-"""Checkpoints: train/step-N/, whole or absent, enough to go on bit for bit.
+"""Checkpoints: train/step-N/, whole or absent, enough to go on bit for bit, with any number of processes.
 
 drafter.json            shape of the drafter and its aux layers
 model.safetensors       fp32 master weights, d2t, t2d
 optimizer.safetensors   the optimizer's moments, fp32, by parameter name
 state.json              step, samples consumed, and the inputs that the run was started with
+
+Tensors are whole, whatever shards the processes hold: rank 0 gathers them one by one and writes. A drafter is one
+layer (1.7 GB in fp32 at 8B shape, its moments twice that): one file is soon written, is what evaluation and export
+read, and fits any number of processes. torch.distributed.checkpoint would write a file for each process with a pickled
+index, and no stage reads pickles.
 """
 
 import json
@@ -18,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from eyas import fs
 from eyas.drafter.eagle3 import Drafter
 from eyas.errors import TrainError
+from eyas.train.parallel import Parallel
 
 
 def latest(train_dir: Path) -> Path | None:
@@ -26,58 +32,82 @@ def latest(train_dir: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
+def sweep(train_dir: Path) -> None:
+    """Remove what a kill left half-written."""
+    for path in train_dir.glob(f"{fs.PARTIAL_PREFIX}*"):
+        shutil.rmtree(path) if path.is_dir() else fs.remove(path)
+
+
 def save_checkpoint(
     train_dir: Path,
     drafter: Drafter,
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
+    parallel: Parallel,
     *,
     keep: int,
     spare: Path | None = None,
-) -> Path:
-    """Write step-N durably (partial folder, fsync, rename) and drop the oldest beyond `keep`, `spare` excepted."""
-    train_dir.mkdir(parents=True, exist_ok=True)
-    final = train_dir / f"step-{state['step']}"
-    partial = train_dir / f"{fs.PARTIAL_PREFIX}{final.name}"
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    fs.write_json(partial / "drafter.json", asdict(drafter.config))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}, partial / "model.safetensors"
-    )
-    save_file(_moments(drafter, optimizer), partial / "optimizer.safetensors")
-    fs.write_json(partial / "state.json", state)
-    fs.commit_folder(partial, final)
-    for old in sorted(train_dir.glob("step-*"), key=lambda path: int(path.name[5:]))[:-keep]:
-        if old != spare:
-            shutil.rmtree(old)
-    return final
+) -> None:
+    """Write step-N durably (partial folder, fsync, rename) and drop the oldest beyond `keep`, `spare` excepted.
+
+    All processes call; when they return it is there.
+    """
+    weights = _gather(drafter.state_dict(), parallel)
+    moments = _gather(_moments(drafter, optimizer), parallel)
+    if parallel.leads:
+        train_dir.mkdir(parents=True, exist_ok=True)
+        final = train_dir / f"step-{state['step']}"
+        partial = train_dir / f"{fs.PARTIAL_PREFIX}{final.name}"
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
+        fs.write_json(partial / "drafter.json", asdict(drafter.config))
+        save_file(weights, partial / "model.safetensors")
+        save_file(moments, partial / "optimizer.safetensors")
+        fs.write_json(partial / "state.json", state)
+        fs.commit_folder(partial, final)
+        for old in sorted(train_dir.glob("step-*"), key=lambda path: int(path.name[5:]))[:-keep]:
+            if old != spare:
+                shutil.rmtree(old)
+    parallel.wait()
 
 
-def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put a checkpoint's weights and moments in place; returns its state.
+def load_checkpoint(
+    folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, parallel: Parallel
+) -> dict[str, Any]:
+    """Put a checkpoint's weights and moments in place, each process its shards of them; returns its state.
 
     Raises: TrainError where the checkpoint has other tensors than this drafter.
     """
     state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    device = next(drafter.parameters()).device
+    own = drafter.state_dict()
     try:
-        drafter.load_state_dict(load_file(folder / "model.safetensors", device=str(device)))
+        weights = load_file(folder / "model.safetensors")
+        drafter.load_state_dict({name: parallel.like(value, own.get(name, value)) for name, value in weights.items()})
     except RuntimeError as error:
         raise TrainError(f"{folder}: its weights do not fit this drafter: {error}", next=f"rm -r {folder}") from None
-    moments = load_file(folder / "optimizer.safetensors", device=str(device))
+    moments = load_file(folder / "optimizer.safetensors")
     for name, parameter in drafter.named_parameters():
-        own = {key.rpartition(".")[2]: value for key, value in moments.items() if key.rpartition(".")[0] == name}
-        if own:
-            optimizer.state[parameter] = own
+        parts = {key.rpartition(".")[2]: value for key, value in moments.items() if key.rpartition(".")[0] == name}
+        if parts:
+            optimizer.state[parameter] = {key: parallel.like(value, parameter) for key, value in parts.items()}
     return state
+
+
+def _gather(tensors: dict[str, torch.Tensor], parallel: Parallel) -> dict[str, torch.Tensor]:
+    """The whole of each tensor, in host memory; empty on processes that do not write."""
+    whole = {}
+    for name, tensor in tensors.items():
+        full = parallel.full(tensor)  # by all processes, one tensor at a time
+        if parallel.leads:
+            whole[name] = full.cpu().contiguous()
+    return whole
 
 
 def _moments(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Of all parameters that a step has moved: none before the first step that trained something."""
     return {
-        f"{name}.{moment}": value.contiguous()
+        f"{name}.{moment}": value
         for name, parameter in drafter.named_parameters()
         if parameter in optimizer.state
         for moment, value in optimizer.state[parameter].items()

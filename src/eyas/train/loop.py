@@ -44,7 +44,9 @@ def discard(run: Run) -> None:
 
 
 def execute(run: Run) -> Result:
-    """Train to the end, from the newest checkpoint if there is one."""
+    """Train to the end, from the newest checkpoint if there is one, with all processes that torchrun started."""
+    from eyas.train.parallel import join
     from eyas.train.trainer import Trainer
 
-    return Trainer(run, inputs(run)).train()
+    with join(run.recipe.train) as parallel:
+        return Trainer(run, inputs(run), parallel).train()

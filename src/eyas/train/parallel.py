@@ -1,7 +1,7 @@
 """Several processes that train one drafter: `torchrun --nproc-per-node N -m eyas train RECIPE`.
 
-This module alone knows how many there are. Each process ("rank") works on its share of a step's packed rows; gradients
-are added up, so a step learns the same from the same samples whatever their number.
+This module and ranks.py alone know how many there are. Each process ("rank") works on its share of a step's packed
+rows; gradients are added up, so a step learns the same from the same samples whatever their number.
 
     ddp    every rank holds the whole drafter; its gradients are added up after the last row of a step. (The unroll uses
            each weight at every step of the training-time test, so no gradient is whole before the end of the backward:
@@ -29,32 +29,13 @@ from eyas.drafter.eagle3 import Drafter
 from eyas.engine.local import find_device
 from eyas.errors import EyasError, Interrupted, RecipeError, TrainError
 from eyas.settings import Train
+from eyas.train.ranks import rank, world
 
 T = TypeVar("T")
 
 _JOIN_S = 600  # for all to start; a cold Python on a network file system may need minutes
 _GRACE_S = 60  # by which the sums on the GPU outlive `timeout_s`, so that its error, in words, comes first
 _TELL_S = 3  # for the others to say that they are alive, once one is missed
-
-
-def rank() -> int:
-    """Of this process; 0 where it is alone."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world() -> int:
-    """Number of processes that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def refuse_ranks(command: str) -> None:
-    """Raises: RecipeError where torchrun started more than one process for a command that knows nothing of others."""
-    if world() > 1:
-        raise RecipeError(
-            f"eyas {command} was started as {world()} processes",
-            expected="one process; only `eyas train` works with more",
-            next=f"eyas {command} RECIPE   # then: torchrun --nproc-per-node {world()} -m eyas train RECIPE",
-        )
 
 
 @contextmanager
@@ -225,6 +206,15 @@ class Parallel:
         dist.all_reduce(every, op=dist.ReduceOp.MAX, group=self.hosts)
         return float(every)
 
+    def refuse_idle(self, rows: int, command: str) -> None:
+        """Raises: RecipeError where a step has fewer packed rows than there are ranks."""
+        if rows < self.world:
+            raise RecipeError(
+                f"train.accumulation = {rows}: {rows} packed rows a step for {self.world} processes",
+                expected="at least one row a step for each: a step is the same whatever the number of processes",
+                next=f"{command} --set train.accumulation={self.world}   # a step then learns from that many rows",
+            )
+
     def same(self, what: str, text: str) -> None:
         """Raises: TrainError on every rank where one has another text: it reads other files than rank 0."""
         if self.world == 1:
@@ -244,6 +234,13 @@ class Parallel:
         """Until all ranks are here."""
         if self.world > 1:
             dist.barrier(self.hosts)
+
+    def settle(self) -> None:
+        """Until the device has done all that was launched."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            self.wait_for(event)
 
     def wait_for(self, event: Any) -> None:
         """Until the GPU has come to this event; like everything that waits for others, not for ever."""
@@ -294,7 +291,8 @@ class Parallel:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def like(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """A whole tensor, equal on all ranks, laid out as a parameter is."""
+        """A whole tensor, equal on all ranks, on the device and laid out as a parameter is."""
+        tensor = tensor.to(parameter.device)
         if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
             return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
         return tensor
