@@ -20,7 +20,7 @@ from eyas import fs
 from eyas.drafter.eagle3 import DrafterConfig
 from eyas.errors import CorruptStore, ExportError, EyasError, VerificationFailed
 from eyas.export import stage
-from eyas.export.form import engine_config
+from eyas.export.form import flat_config
 from eyas.run import Run
 from eyas.settings import Target as TargetTable
 from eyas.stages import run_stage
@@ -74,7 +74,7 @@ def test_scaled_rope_survives(tiny_target: Path, tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0}
     target = load_target(TargetTable(path=str(tiny_target)))
     drafter = DrafterConfig(**drafter_config(rope_theta=50000.0, rope_scaling=yarn))
-    config = engine_config(drafter, target, dtype="bfloat16", sglang_version="0.5.14")
+    config = flat_config(drafter, target, dtype="bfloat16", sglang_version="0.5.14")
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert read == yarn | {"rope_theta": 50000.0}
@@ -89,7 +89,10 @@ def test_a_whole_draft_vocabulary_keeps_its_own_head(tmp_path: Path, tiny_target
     config = json.loads((run.export_dir / "config.json").read_text())
     assert config["draft_vocab_size"] == 259  # null would make SGLang use the target's lm_head
     exported = load_file(run.export_dir / "model.safetensors")
-    assert not exported["d2t"].any() and exported["t2d"].all() and exported["lm_head.weight"].shape == (259, 48)
+    assert exported["lm_head.weight"].shape == (259, 48)
+    # vLLM has no parameter for a table of the whole vocabulary, and stops at one.
+    assert not {"d2t", "t2d"} & exported.keys()
+    stage.check(run)
 
 
 def test_layers_of_another_store_are_refused_and_nothing_appears(tmp_path: Path, tiny_target: Path) -> None:

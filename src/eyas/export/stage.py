@@ -1,4 +1,4 @@
-"""The export stage: the newest checkpoint as a folder for SGLang and vLLM, checked before it gets its name."""
+"""The export stage: the trained checkpoint as a folder for SGLang and vLLM, checked before it gets its name."""
 
 import json
 import re
@@ -11,15 +11,23 @@ from safetensors.torch import load_file, save_file
 
 from eyas import fs
 from eyas.drafter.eagle3 import DrafterConfig
+from eyas.drafter.target import load_target_head
 from eyas.errors import CorruptStore, ExportError, StoreError, VerificationFailed
 from eyas.export.check import check_folder
-from eyas.export.form import CONFIG_FILE, WEIGHTS_FILE, engine_config, tensor_shapes
+from eyas.export.form import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    file_name,
+    flat_config,
+    folder_tensors,
+    speculators_config,
+)
 from eyas.progress import say
 from eyas.record import Inputs, load_record
 from eyas.run import Run
 from eyas.stages import Result, remove_tree
 from eyas.store.reader import StoreReader
-from eyas.target import load_target
+from eyas.target import Target, load_target
 
 _STEP = re.compile(r"step-(\d+)")
 
@@ -30,9 +38,7 @@ def inputs(run: Run) -> Inputs:
     return {
         "output of train": trained.output if trained else None,
         "target config": fs.digest_json(load_target(run.recipe.target).config),
-        "export.dtype": run.recipe.export.dtype,
-        "export.sglang_version": run.recipe.export.sglang_version,
-    }
+    } | {f"export.{key}": value for key, value in run.recipe.export.model_dump(mode="json").items()}
 
 
 def discard(run: Run) -> None:
@@ -44,37 +50,42 @@ def execute(run: Run) -> Result:
 
     Raises: ExportError where there is no whole checkpoint, or the folder would not serve what was trained.
     """
-    target = load_target(run.recipe.target)
-    checkpoint = newest_checkpoint(run)
+    target, settings = load_target(run.recipe.target), run.recipe.export
+    checkpoint = trained_checkpoint(run)
     drafter, tensors = read_shape(checkpoint), read_weights(checkpoint)
-    settings = run.recipe.export
-    config = engine_config(drafter, target, dtype=settings.dtype, sglang_version=settings.sglang_version)
+    if settings.form == "speculators":
+        config = speculators_config(drafter, target, dtype=settings.dtype, drafts=run.recipe.evaluate.drafts)
+    else:
+        config = flat_config(drafter, target, dtype=settings.dtype, sglang_version=settings.sglang_version)
+    embedding = _embedding(run, target)
     partial = run.dir / f"{fs.PARTIAL_PREFIX}export"
     remove_tree(partial)
-    _write(partial, config, tensors, getattr(torch, settings.dtype))
-    faults = check_folder(partial, target, captured_layers(run, drafter))
+    _write(partial, config, folder_tensors(tensors, drafter, getattr(torch, settings.dtype), embedding), settings.form)
+    faults = _check(run, partial, target, drafter, embedding)
     if faults:
         remove_tree(partial)
         raise ExportError(
             f"{checkpoint} can't be exported:\n  " + "\n  ".join(faults),
-            expected="what SGLang and vLLM load, with the target's numbers and the store's layers",
-            cause="the checkpoint belongs to another target or store, or training was stopped while its files changed",
-            next=run.command("run", "--redo", "train"),
+            expected="what the engines load, with the target's numbers and the store's layers",
+            cause="an engine that doesn't know this kind of drafter, a checkpoint of another target or store, or files "
+            "that changed while training was stopped",
+            next=f"{run.command('run', '--redo', 'train')}   # unless a line above says what to set",
         )
     remove_tree(run.export_dir)
     fs.commit_folder(partial, run.export_dir)
-    return Result(
-        output=fs.digest_files([run.export_dir / CONFIG_FILE, run.export_dir / WEIGHTS_FILE]),
-        counts={
-            "checkpoint": checkpoint.name,
-            "parameters": sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
-            "bytes": sum(path.stat().st_size for path in run.export_dir.iterdir()),
-            "draft_vocab_size": drafter.draft_vocab_size,
-            "aux_layer_ids": drafter.aux_layer_ids,
-            "sglang_layer_ids": config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
-            "sglang_version": settings.sglang_version,
-        },
-    )
+    counts = {
+        "checkpoint": checkpoint.name,
+        "form": settings.form,
+        "parameters": sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
+        "bytes": sum(path.stat().st_size for path in run.export_dir.iterdir()),
+        "draft_vocab_size": drafter.draft_vocab_size,
+        "aux_layer_ids": drafter.aux_layer_ids,
+    }
+    if settings.form == "flat" and settings.sglang_version:
+        counts["sglang_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        counts["sglang_version"] = settings.sglang_version
+    digest = fs.digest_files([run.export_dir / CONFIG_FILE, run.export_dir / WEIGHTS_FILE])
+    return Result(output=digest, counts=counts)
 
 
 def check(run: Run) -> None:
@@ -82,8 +93,8 @@ def check(run: Run) -> None:
 
     Raises: VerificationFailed, naming each mismatch.
     """
-    drafter = read_shape(newest_checkpoint(run))
-    faults = check_folder(run.export_dir, load_target(run.recipe.target), captured_layers(run, drafter))
+    target, drafter = load_target(run.recipe.target), read_shape(trained_checkpoint(run))
+    faults = _check(run, run.export_dir, target, drafter, _embedding(run, target))
     if faults:
         raise VerificationFailed(
             f"{run.export_dir}:\n  " + "\n  ".join(faults),
@@ -91,6 +102,19 @@ def check(run: Run) -> None:
             cause="files were edited by hand, or the target's config or the store changed since",
             next=run.command("export", "--redo"),
         )
+
+
+def _check(run: Run, folder: Path, target: Target, drafter: DrafterConfig, embedding: torch.Tensor | None) -> list[str]:
+    layers = captured_layers(run, drafter)
+    for_sglang = bool(run.recipe.export.sglang_version)
+    return check_folder(folder, target, drafter, layers, embedding=embedding, for_sglang=for_sglang)
+
+
+def _embedding(run: Run, target: Target) -> torch.Tensor | None:
+    """The target's, where the folder is to hold it."""
+    if not run.recipe.export.embedding:
+        return None
+    return load_target_head(target, getattr(torch, run.recipe.export.dtype), torch.device("cpu")).embedding
 
 
 def captured_layers(run: Run, drafter: DrafterConfig) -> list[int]:
@@ -104,8 +128,15 @@ def captured_layers(run: Run, drafter: DrafterConfig) -> list[int]:
         return drafter.aux_layer_ids
 
 
-def newest_checkpoint(run: Run) -> Path:
-    """The folder train/step-N with the largest N. Raises ExportError where there is none."""
+def trained_checkpoint(run: Run) -> Path:
+    """The checkpoint that the finished training chose (the best one, with train.patience), else the newest.
+
+    Raises: ExportError where there is none.
+    """
+    record = load_record(run.dir, "train")
+    chosen = run.train_dir / str(record.counts.get("checkpoint")) if record else None
+    if chosen is not None and chosen.is_dir():
+        return chosen
     steps = [(int(match[1]), path) for path in run.train_dir.glob("step-*") if (match := _STEP.fullmatch(path.name))]
     if not steps:
         raise ExportError(f"{run.train_dir}: no checkpoint", expected="step-N folders", next=run.command("train"))
@@ -143,10 +174,8 @@ def _not_whole(path: Path, fault: str) -> ExportError:
     )
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Both files. Integer and bool tensors keep their type, unknown ones stay for the check."""
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], form: str) -> None:
     folder.mkdir(parents=True)
-    order = [name for name in tensor_shapes(config) if name in tensors] + sorted(tensors.keys() - tensor_shapes(config))
-    cast = {name: tensors[name].to(dtype) if tensors[name].is_floating_point() else tensors[name] for name in order}
-    save_file(cast, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    named = {file_name(name, form): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     fs.write_atomic(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")

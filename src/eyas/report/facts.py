@@ -154,7 +154,10 @@ def _vocabulary(run: Run, reader: StoreReader | None) -> Vocabulary | None:
     if path is None:
         return None
     with safe_open(path / "model.safetensors", framework="numpy") as handle:
-        t2d = handle.get_tensor("t2d")
+        if "t2d" in handle.keys():  # noqa: SIM118
+            t2d = handle.get_tensor("t2d")
+        else:  # an export whose draft vocabulary is the target's whole one
+            t2d = np.ones(handle.get_slice("lm_head.weight").get_shape()[0], dtype=bool)
     ids = np.flatnonzero(t2d)
     shares = {}
     for split in ("train", "heldout") if reader else ():
