@@ -33,6 +33,7 @@ STAGES = {
     "train": "eyas.train.loop",
     "evaluate": "eyas.evaluate.stage",
     "export": "eyas.export.stage",
+    "serving": "eyas.evaluate.serving",
 }
 ERROR_FILE = "last_error.json"
 
@@ -178,5 +179,7 @@ def stage_names() -> Sequence[str]:
 
 
 def stages_of(run: Run) -> Sequence[str]:
-    """The stages of one run, in order: `regenerate` is among them where the recipe names servers."""
-    return [name for name in STAGES if name != "regenerate" or run.recipe.regenerate.servers]
+    """The stages of one run, in order: `regenerate` is among them where the recipe names servers, `serving` where it
+    names an engine that serves the drafter."""
+    wanted = {"regenerate": bool(run.recipe.regenerate.servers), "serving": bool(run.recipe.serving.kind)}
+    return [name for name in STAGES if wanted.get(name, True)]

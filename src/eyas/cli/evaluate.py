@@ -20,7 +20,9 @@ def evaluate(
 ) -> None:
     """Measure acceptance on held-out samples (eval.json), or speed and acceptance in an engine (serving.json)."""
     from eyas.stages import run_stage
+    from eyas.train.ranks import refuse_ranks
 
+    refuse_ranks("evaluate")
     if not engine:
         run_stage(read_run(recipe, set_, limit), "evaluate", redo=redo)
         return

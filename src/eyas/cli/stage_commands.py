@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from eyas.cli.evaluate import evaluate
 from eyas.cli.options import Limit, Overrides, RecipePath, Redo, read_run
 from eyas.cli.verify import verify
 
@@ -30,11 +31,6 @@ def train(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Re
         return
     with following():
         follow_stage(run, "train", redo=redo)
-
-
-def evaluate(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, redo: Redo = False) -> None:
-    """Measure acceptance on held-out samples: replay from the store and reference decoding (eval.json)."""
-    _stage("evaluate", recipe, set_, limit, redo)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
