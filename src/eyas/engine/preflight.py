@@ -8,7 +8,6 @@ import json
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +34,48 @@ _DEFAULT_GPU_SHARE = 0.8  # engines take 0.8 to 0.92 of a GPU by themselves
 
 
 class Facts:
-    """What the checks look at, each looked up when it is first asked for.
+    """What the checks look at, each looked up once, when it is first asked for.
 
     Every property may raise: TargetError, EngineError or RecipeError, the error that its own check reports.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._found: dict[str, Any] = {}
 
-    @cached_property
+    @property
     def target(self) -> Target:
-        return load_target(self.run.recipe.target)
+        return self._once("target", lambda: load_target(self.run.recipe.target))
 
-    @cached_property
+    @property
     def interpreter(self) -> Interpreter:
-        return find_engine(self.run.recipe.engine)
+        return self._once("interpreter", lambda: find_engine(self.run.recipe.engine))
 
     @property
     def version(self) -> str:
         """Release of the engine in that interpreter."""
         return self.interpreter.engines[self.run.recipe.engine.kind]
 
-    @cached_property
+    @property
     def launch(self) -> Launch:
-        return plan_launch(self.run, self.target, self.version)
+        return self._once("launch", lambda: plan_launch(self.run, self.target, self.version))
 
-    @cached_property
+    @property
     def flags(self) -> dict[str, Any]:
         """Values of all flags as the server's parser reads them."""
         cache = self.run.dir / self.run.engine_folder / "flags.json" if self.run.dir.is_dir() else None
-        return read_flags(self.launch, self.run.recipe.engine.port or 30000, cache)
+        return self._once("flags", lambda: read_flags(self.launch, self.run.recipe.engine.port or 30000, cache))
+
+    def _once(self, name: str, find: Callable[[], Any]) -> Any:
+        """What `find` returns or raises, kept."""
+        if name not in self._found:
+            try:
+                self._found[name] = find()
+            except EyasError as error:
+                self._found[name] = error
+        if isinstance(self._found[name], EyasError):
+            raise self._found[name]
+        return self._found[name]
 
     @property
     def layout(self) -> Layout:
@@ -82,7 +93,7 @@ def preflight(run: Run) -> Facts:
 
 def faults(run: Run) -> Iterator[EyasError]:
     """Every fault, not only the first; what can't be checked because of an earlier one is left out."""
-    facts, told = Facts(run), set()
+    facts, told = Facts(run), set[str]()
     for check in CHECKS:
         try:
             check(facts)
