@@ -22,11 +22,11 @@ A request is captured if its `kv_transfer_params` hold `eyas_rid`, the name that
 import json
 import os
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import vllm
 from safetensors import safe_open
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -248,7 +248,7 @@ class EyasConnector(ExampleHiddenStatesConnector):
         self._events.write(
             "layers",
             passed=ids,
-            version=vllm.__version__,
+            version=version("vllm"),
             longest_prompt=model.max_model_len - 1,
             chunk_tokens=scheduler.max_num_batched_tokens,
             dtype=str(model.dtype).removeprefix("torch."),
