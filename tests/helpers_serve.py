@@ -74,15 +74,20 @@ misbehave("listening")
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *more): ...
-    def answer(self, status):
+    def answer(self, status, body=None):
+        text = json.dumps(body or {}).encode()
         self.send_response(status)
+        self.send_header("content-length", str(len(text)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(text)
     def do_GET(self):
         self.answer(503 if does == "idle at warm" else 200)
     def do_POST(self):
-        self.rfile.read(int(self.headers["content-length"]))
-        self.answer(500 if does == "refuse requests" else 200)
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if does == "refuse requests":
+            return self.answer(400, {"error": "no such request"})
+        meta = {"finish_reason": {"type": "length"}, "prompt_tokens": len(asked["input_ids"])}
+        self.answer(200, {"output_ids": [1], "meta_info": meta})
 
 server = http.server.ThreadingHTTPServer((arguments.host, arguments.port), Handler)
 if does != "idle at warm":

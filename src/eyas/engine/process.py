@@ -123,26 +123,29 @@ class Work:
 
     Attributes:
         cpu_s: processor time of all living members, seconds.
-        read_bytes: what they read, page cache included.
+        read_bytes: what they read, from the page cache or from disks, also through memory maps.
+        memory_bytes: what they hold; it grows while weights are mapped from a file system that counts no reads.
         log_bytes: length of the log.
     """
 
     cpu_s: float
     read_bytes: int
+    memory_bytes: int
     log_bytes: int
 
 
 def work(processes: Sequence[psutil.Process], log: Path) -> Work:
-    """Counters of now. Bytes read through a memory map are not among them; their page faults are CPU time."""
-    cpu_s, read = 0.0, 0
+    """Counters of now."""
+    cpu_s, read, memory = 0.0, 0, 0
     for process in processes:
         try:
-            times = process.cpu_times()
+            times, counted = process.cpu_times(), process.io_counters()
             cpu_s += times.user + times.system
-            read += process.io_counters().read_chars
+            read += counted.read_chars + counted.read_bytes
+            memory += process.memory_info().rss
         except (*_GONE, psutil.AccessDenied):
             continue
-    return Work(cpu_s, read, log.stat().st_size if log.exists() else 0)
+    return Work(cpu_s, read, memory, log.stat().st_size if log.exists() else 0)
 
 
 def command_of(pid: int) -> str:

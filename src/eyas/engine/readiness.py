@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from eyas.engine import process
 from eyas.engine.client import EngineClient, Refused, Transient
 from eyas.engine.evidence import tail
+from eyas.engine.gpu import gpus
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import duration, say
 from eyas.signals import Stop
@@ -43,8 +45,11 @@ LAYERS = (
 _POLL_S = 0.25
 _SAY_EVERY_S = 15.0
 _BUSY_CORES = 0.05  # less is bookkeeping: a waiting scheduler wakes a few times a second
+_READ_BYTES_S = 1e5
+_GROWN_BYTES = 1 << 20
 _SPIN_FACTOR = 3
 _FIRE_PATIENCE_S = 10.0
+_ANSWER_PATIENCE_S = 60.0
 
 Layer = tuple[str, Callable[[], bool]]
 
@@ -121,14 +126,14 @@ def fire(watched: Watched, ring: Ring, client: EngineClient, token_ids: Sequence
 
     async def ask() -> None:
         async with client:
-            await client.prefill(token_ids, rid)
+            await asyncio.wait_for(client.prefill(token_ids, rid), _ANSWER_PATIENCE_S)
 
     ring.open_reader()
     try:
         asyncio.run(ask())
         if _take_rows(ring, rid, len(token_ids)) == len(token_ids):
             return True
-    except Transient:
+    except (Transient, TimeoutError):  # the first forward passes may compile kernels for minutes
         return False
     except Refused as refusal:
         raise EngineError(
@@ -204,7 +209,6 @@ class _Signs:
         self._watched, self._layer = watched, layer
         self._began = self._said = self._looked = self._worked = self._moved = time.monotonic()
         self._last = self._work()
-        self._rates = ""
         self.told = 0
 
     @property
@@ -224,11 +228,11 @@ class _Signs:
         work = self._work()
         cores = (work.cpu_s - self._last.cpu_s) / passed
         read = (work.read_bytes - self._last.read_bytes) / passed
-        grown = work.log_bytes > self._last.log_bytes
-        if cores > _BUSY_CORES or read > 1e5 or grown:
+        grown = work.log_bytes > self._last.log_bytes or abs(work.memory_bytes - self._last.memory_bytes) > _GROWN_BYTES
+        if read > _READ_BYTES_S or grown:
+            self._moved = self._worked = now
+        elif cores > _BUSY_CORES or self._on_gpus():
             self._worked = now
-        if read > 1e5 or grown:
-            self._moved = now
         self._looked, self._last = now, work
         if now - self._said >= _SAY_EVERY_S:
             self._said = now
@@ -236,5 +240,16 @@ class _Signs:
             doing = f"{cores:.1f} cores busy, reads {read / 1e6:,.0f} MB/s"
             say(f"serve: waiting for: {self._layer}, {duration(now - self._began)}; {doing}; log: {line[:120]}")
 
+    def _members(self) -> list[psutil.Process]:
+        return process.members(self._watched.pid, self._watched.mark)
+
     def _work(self) -> process.Work:
-        return process.work(process.members(self._watched.pid, self._watched.mark), self._watched.log)
+        return process.work(self._members(), self._watched.log)
+
+    def _on_gpus(self) -> bool:
+        """Whether a kernel runs on a GPU that the server holds memory of; one that only waits counts too."""
+        try:
+            held = [gpu for gpu in gpus() if gpu.holders.keys() & {member.pid for member in self._members()}]
+        except EngineError:  # nvidia-smi hangs: no sign of work
+            return False
+        return any(gpu.busy > 0 for gpu in held)

@@ -1,0 +1,297 @@
+"""Layers of readiness, each provoked: reached, never reached, died in, spun in; a stand-in server does it on demand."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers_serve import stand_in_run
+from typer.testing import CliRunner
+
+from eyas.cli import app, commands
+from eyas.engine import process, readiness
+from eyas.engine.server import attach, serving, start_server, stop_server
+from eyas.engine.state import ServerState, load_state
+from eyas.engine.status import doctor_lines, server_died, status_lines
+from eyas.errors import EngineError, Interrupted, RecipeError
+from eyas.run import Run
+from eyas.signals import Stop
+
+commands.register(app)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "_FIRE_PATIENCE_S", 1.0)
+    monkeypatch.setattr(readiness, "_SAY_EVERY_S", 2.0)
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Iterator[list[Run]]:
+    """Runs whose server is stopped whatever happens."""
+    runs: list[Run] = []
+    yield runs
+    for run in runs:
+        state = load_state(run)
+        if state is not None:
+            process.end(state.pid, state.mark, 0.2)
+            Path(state.ring or "/nowhere").unlink(missing_ok=True)
+
+
+def gone(state: ServerState) -> None:
+    """Nothing of it is left."""
+    assert process.members(state.pid, state.mark) == []
+    assert process.port_holder(state.port) is None
+    assert not state.ring or not Path(state.ring).exists()
+    assert not Path(state.plugin).exists()
+
+
+def failing(run: Run, ended: list[Run]) -> tuple[EngineError, ServerState]:
+    """The error of a start that fails; by then its server is gone."""
+    ended.append(run)
+    with pytest.raises(EngineError) as raised:
+        start_server(run)
+    state = load_state(run)
+    assert state is not None and state.stopped
+    gone(state)
+    return raised.value, state
+
+
+def test_a_plain_server_from_start_to_stop(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    ended.append(run)
+    state = start_server(run)
+    assert list(state.layers) == ["process alive", "weights loaded", "listening", "warm"]
+    assert list(state.layers.values()) == sorted(state.layers.values())
+    assert state.ready and state.ring == "" and "serve: weights loaded (" in capfd.readouterr().err
+
+    assert start_server(run).pid == state.pid  # it runs already
+    again = attach(run)
+    assert again is not None and again.pid == state.pid
+    told = "\n".join(status_lines(run))
+    assert f"{state.url}, pid {state.pid}: ready, started" in told and state.log in told
+    lines, healthy = doctor_lines(run)
+    assert healthy and any(line.startswith(f"process   {state.pid} ") for line in lines)
+
+    lines = stop_server(run)
+    assert lines == ["1 processes ended", f"port {state.port} is free"]
+    gone(state)
+    assert "stopped" in status_lines(run)[0] and attach(run) is None
+    assert stop_server(run) == [f"port {state.port} is free"]
+
+
+def test_a_server_with_other_settings_is_not_used(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    ended.append(run)
+    state = start_server(run)
+    other = stand_in_run(tmp_path, tiny_target, "", 'engine.args=["--tp-size", "1"]', profile="serving")
+    for call in (attach, start_server):
+        with pytest.raises(EngineError, match="with flags \\[\\]") as error:
+            call(other)
+        assert "--tp-size" in error.value.expected and "eyas serve stop" in error.value.next
+    assert state.alive()
+
+
+def test_capture_takes_no_plain_server(tmp_path: Path, tiny_target: Path) -> None:
+    with (
+        pytest.raises(RecipeError, match="without the tap"),
+        serving(stand_in_run(tmp_path, tiny_target, profile="serving")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("layer", ["plugin loaded", "weights loaded", "listening"])
+def test_a_server_that_dies_in_a_layer(tmp_path: Path, tiny_target: Path, ended: list[Run], layer: str) -> None:
+    error, state = failing(stand_in_run(tmp_path, tiny_target, f"die at {layer}"), ended)
+    assert f"(pid {state.pid}) ended while waiting for: {layer}" in error.seen
+    assert "RuntimeError: it broke" in error.seen and state.log in error.seen
+    assert "eyas doctor" in error.next
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB", "the GPU's memory is too small"),
+        ("[Errno 98] error while attempting to bind: address already in use", "a port is held"),
+    ],
+)
+def test_last_words_are_recognised(tmp_path: Path, tiny_target: Path, ended: list[Run], words: str, cause: str) -> None:
+    run = stand_in_run(tmp_path, tiny_target, "die at weights loaded", f"engine.env.LAST_WORDS={words}")
+    error, _ = failing(run, ended)
+    assert error.cause.startswith(cause) and words in error.cause and error.next
+
+
+@pytest.mark.parametrize("layer", ["plugin loaded", "weights loaded", "listening", "warm"])
+def test_a_layer_without_a_sign_of_work_is_given_up(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], layer: str
+) -> None:
+    began = time.monotonic()
+    error, _ = failing(stand_in_run(tmp_path, tiny_target, f"idle at {layer}"), ended)
+    assert f"gives no sign of work while waiting for: {layer}" in error.seen
+    assert time.monotonic() - began > 3
+
+
+def test_spinning_is_diagnosed_first_and_given_up_later(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    failing(stand_in_run(tmp_path, tiny_target, "spin at listening", "engine.patience_s=2.5"), ended)
+    assert time.monotonic() - began > 3 * 2.5
+    assert "serve: listening: no log line for" in capfd.readouterr().err
+
+
+def test_work_is_waited_for_and_said(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """4.2 s of log lines with a patience of 3 s."""
+    run = stand_in_run(tmp_path, tiny_target, "work at weights loaded", profile="serving")
+    ended.append(run)
+    assert start_server(run).ready
+    told = capfd.readouterr().err
+    assert "serve: waiting for: weights loaded," in told and "log: step" in told
+
+
+def test_the_taps_refusal_is_the_cause(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
+    error, _ = failing(stand_in_run(tmp_path, tiny_target, "refuse"), ended)
+    assert error.cause.startswith("the tap refused this server: SGLang runs with pp_size=2")
+
+
+@pytest.mark.parametrize(
+    ("does", "seen"),
+    [("", "answered a request of 8 tokens, but not all their rows"), ("refuse requests", "HTTP 400: ")],
+)
+def test_a_tap_that_never_fires(tmp_path: Path, tiny_target: Path, ended: list[Run], does: str, seen: str) -> None:
+    error, state = failing(stand_in_run(tmp_path, tiny_target, does), ended)
+    assert "tap fired" not in state.layers and "warm" in state.layers
+    assert seen in error.seen and error.next
+
+
+def test_ctrl_c_while_starting_ends_what_was_started(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
+    run, stop = stand_in_run(tmp_path, tiny_target, "idle at weights loaded", "engine.patience_s=60"), Stop()
+    ended.append(run)
+    threading.Timer(3.0, lambda: setattr(stop, "signum", signal.SIGINT)).start()
+    with pytest.raises(Interrupted) as raised:
+        start_server(run, stop=stop)
+    assert raised.value.exit_code == 130
+    state = load_state(run)
+    assert state is not None
+    gone(state)
+
+
+def _start(run: Run) -> None:
+    os.setsid()
+    start_server(run)
+
+
+def test_a_kill_of_eyas_while_starting_leaves_a_server_that_the_next_command_takes_over(
+    tmp_path: Path, tiny_target: Path, ended: list[Run]
+) -> None:
+    run = stand_in_run(tmp_path, tiny_target, "work at weights loaded", profile="serving")
+    ended.append(run)
+    starter = multiprocessing.get_context("fork").Process(target=_start, args=(run,))
+    starter.start()
+    deadline = time.monotonic() + 30
+    while (state := load_state(run)) is None or not state.alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert starter.pid is not None
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.join()
+    assert state.alive() and not state.ready
+    assert f"pid {state.pid}: starting" in status_lines(run)[0]
+    taken = start_server(run)
+    assert taken.pid == state.pid and taken.ready
+
+
+def test_a_kill_between_note_and_launch_is_cleared(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """server.json is written before the process is there; ring and process are found by what it says."""
+    run = stand_in_run(tmp_path, tiny_target, "idle at plugin loaded")
+    ended.append(run)
+
+    def killed(command: list[str], env: dict[str, str], log: Path) -> None:
+        subprocess.Popen(command, env=env, start_new_session=True).returncode = 0
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(process, "launch", killed)
+        start_server(run)
+    first = load_state(run)
+    assert first is not None and first.pid == 0 and Path(first.ring).exists()
+    assert len(process.members(0, first.mark)) == 1
+    failing(run, ended)
+    assert not Path(first.ring).exists() and process.members(0, first.mark) == []
+
+
+def test_a_server_that_ended_by_itself(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    ended.append(run)
+    state = start_server(run)
+    os.kill(state.pid, signal.SIGKILL)
+    while state.alive():
+        time.sleep(0.05)
+    assert "ended by itself" in status_lines(run)[0] and attach(run) is None
+    error = server_died(run, state)
+    assert "SIGKILL" in error.cause and state.log in error.seen
+    assert start_server(run).pid != state.pid
+
+
+def test_commands(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    ended.append(run)
+
+    def eyas(*words: str) -> tuple[int, str]:
+        arguments = [str(tmp_path / "recipe.toml"), "--set", "engine.profile=serving"]
+        shown = CliRunner().invoke(app, [*words, *arguments], catch_exceptions=False)
+        return shown.exit_code, shown.output
+
+    assert "none was started" in eyas("serve", "status")[1]
+    assert eyas("doctor")[0] == 0
+    assert "ready    http://127.0.0.1:" in eyas("serve", "start")[1]
+    assert "ready to roll" in eyas("serve", "logs")[1]
+    assert "ready, started" in eyas("serve", "status")[1]
+    state = load_state(run)
+    assert state is not None
+    os.kill(state.pid, signal.SIGSTOP)
+    code, told = eyas("doctor")
+    assert code == 1 and "a process was stopped (SIGSTOP, or ^Z)" in told and f"kill -CONT {state.pid}" in told
+    shown = CliRunner().invoke(app, ["doctor", "--pid", str(state.pid)])
+    assert shown.exit_code == 1 and f"kill -CONT {state.pid}" in shown.output
+    assert state.alive()  # it ends nothing
+    assert "1 processes ended" in eyas("serve", "stop")[1]
+    assert "1 of" not in eyas("serve", "stop")[1]
+
+
+def test_a_local_engine_has_no_server(tmp_path: Path, tiny_target: Path) -> None:
+    stand_in_run(tmp_path, tiny_target)
+    words = ["serve", "start", str(tmp_path / "recipe.toml"), "--set", "engine.kind=local"]
+    with pytest.raises(RecipeError, match="there is no server"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_who_waits_for_another_start_can_be_stopped(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
+    run = stand_in_run(tmp_path, tiny_target, "idle at weights loaded", "engine.patience_s=30")
+    ended.append(run)
+    starter = multiprocessing.get_context("fork").Process(target=_start, args=(run,))
+    starter.start()
+    deadline = time.monotonic() + 30
+    while (state := load_state(run)) is None or not state.alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    stop = Stop()
+    stop.signum = signal.SIGTERM
+    with pytest.raises(Interrupted):
+        attach(run, stop=stop)
+    assert starter.pid is not None
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.join()
+    assert sys.executable == state.command[0]
