@@ -34,8 +34,8 @@ class TrainLog:
         path = logs_dir / "train.jsonl"
         kept = [line for line in read_log(path) if line["step"] <= from_step] if path.is_file() else []
         fs.write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
         self._events = _event_writer(logs_dir / "tensorboard", from_step) if tensorboard else None
+        self._file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "TrainLog":
         return self
