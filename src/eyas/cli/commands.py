@@ -4,6 +4,7 @@ import typer
 
 from eyas.cli import (
     convert,  # noqa: F401, I001  adds `import` and `export` to store.app
+    deploy,
     doctor,
     export,
     init,
@@ -16,6 +17,7 @@ from eyas.cli import (
     stage_commands,
     status,
     store,
+    tune,
 )
 
 
@@ -30,6 +32,8 @@ def register(app: typer.Typer) -> None:
     app.command()(export.export)
     app.command()(status.status)
     app.command()(report.report)
+    app.command()(tune.tune)
+    app.command()(deploy.deploy)
     app.command()(doctor.doctor)
     app.add_typer(serve.app, name="serve")
     app.add_typer(store.app, name="store")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from eyas.cli.options import Limit, Overrides
+from eyas.cli.serve import WithDrafter
 
 
 def doctor(
@@ -14,6 +15,7 @@ def doctor(
     ] = None,
     set_: Overrides = None,
     limit: Limit = 0,
+    with_drafter: WithDrafter = False,
     pid: Annotated[int, typer.Option("--pid", help="Look at this process and its children instead.")] = 0,
 ) -> None:
     """Say what a run's server is doing, or what would stop it from starting, and what to try next. Exit code 1: a
@@ -33,6 +35,6 @@ def doctor(
     from eyas.cli.serve import find_run
     from eyas.engine.status import doctor_lines
 
-    lines, healthy = doctor_lines(find_run(recipe, set_, limit))
+    lines, healthy = doctor_lines(find_run(recipe, set_, limit, with_drafter))
     print("\n".join(lines))
     raise typer.Exit(0 if healthy else 1)

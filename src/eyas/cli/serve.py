@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,10 +19,22 @@ app = typer.Typer(
 )
 
 
-def find_run(recipe: Path, overrides: list[str] | None, limit: int) -> Run:
+WithDrafter = Annotated[
+    bool,
+    typer.Option("--with-drafter", help="The server of [serving], with the drafter, instead of the one of [engine]."),
+]
+
+
+def find_run(recipe: Path, overrides: list[str] | None, limit: int, with_drafter: bool = False) -> Run:
+    """The run whose server is meant; with the drafter it is started by the tuned settings, where there are some."""
     from eyas.errors import RecipeError
 
     run = read_run(recipe, overrides, limit)
+    if with_drafter:
+        from eyas.engine.drafting import find_drafting, serving_run
+
+        # In messages every command is to mean this server.
+        return serving_run(dataclasses.replace(run, arguments=f"{run.arguments} --with-drafter"), find_drafting(run))
     if run.recipe.engine.kind == "local":
         raise RecipeError(
             'engine.kind = "local" runs the target in process: there is no server',
@@ -31,12 +44,12 @@ def find_run(recipe: Path, overrides: list[str] | None, limit: int) -> Run:
 
 
 @app.command()
-def start(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None:
+def start(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, with_drafter: WithDrafter = False) -> None:
     """Start the server and wait until it is ready; it stays after this command and the terminal are gone."""
     from eyas.engine.server import start_server
     from eyas.signals import stop_on_signals
 
-    run = find_run(recipe, set_, limit)
+    run = find_run(recipe, set_, limit, with_drafter)
     with stop_on_signals("this start: the server is stopped") as stop:
         state = start_server(run, stop=stop)
     print(f"ready    {state.url} (pid {state.pid})")
@@ -46,11 +59,11 @@ def start(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None:
 
 
 @app.command()
-def status(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None:
+def status(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, with_drafter: WithDrafter = False) -> None:
     """Say whether the server lives, how far it got, and what is in its ring."""
     from eyas.engine.status import status_lines
 
-    print("\n".join(status_lines(find_run(recipe, set_, limit))))
+    print("\n".join(status_lines(find_run(recipe, set_, limit, with_drafter))))
 
 
 @app.command()
@@ -58,6 +71,7 @@ def logs(
     recipe: RecipePath,
     set_: Overrides = None,
     limit: Limit = 0,
+    with_drafter: WithDrafter = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the last lines.", min=1)] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written.")] = False,
 ) -> None:
@@ -66,7 +80,7 @@ def logs(
     from eyas.engine.state import load_state
     from eyas.errors import EngineError
 
-    run = find_run(recipe, set_, limit)
+    run = find_run(recipe, set_, limit, with_drafter)
     state = load_state(run)
     if state is None:
         raise EngineError(f"{run.dir}: no server was started", next=run.command("serve start"))
@@ -81,11 +95,11 @@ def logs(
 
 
 @app.command()
-def stop(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None:
+def stop(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, with_drafter: WithDrafter = False) -> None:
     """End the server with all its processes, and verify that port, memory and shared memory are free again."""
     from eyas.engine.server import stop_server
 
-    print("\n".join(stop_server(find_run(recipe, set_, limit))))
+    print("\n".join(stop_server(find_run(recipe, set_, limit, with_drafter))))
 
 
 @app.command()

@@ -28,6 +28,10 @@ class Pool:
         self._living: dict[str, ServerState] = {}  # in order of use
         self.started = 0
 
+    def add(self, runs: Mapping[str, Run]) -> None:
+        """Name further servers."""
+        self._runs |= runs
+
     def get(self, name: str) -> ServerState:
         """The server of this name, ready.
 

@@ -104,7 +104,8 @@ def _heldout(run: Run) -> dict[str, list[Prompt]]:
     most, tokens = run.recipe.serving.max_prompts, Tokens(run.tokens_dir)
     table = tokens.table(["sample_id", "source", "split"])
     wanted: dict[str, list[str]] = {}
-    for sample_id, source, split in zip(*table.to_pydict().values(), strict=True):
+    for sample_id, label, split in zip(*table.to_pydict().values(), strict=True):
+        source = label.partition("/")[0]  # what follows is the record's kind
         if split == "heldout" and (not most or len(wanted.get(source, ())) < most):
             wanted.setdefault(source, []).append(sample_id)
     sets = {

@@ -7,7 +7,6 @@ one come before those of the other. Every pass is kept in serving/journal.jsonl,
     serving.json    per set and over all: acceptance, rates, speed-up with spread; lossless check; parity
 """
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,24 +16,22 @@ from eyas import fs
 from eyas.data.read import source_files
 from eyas.drafter.published import folder_digest
 from eyas.engine.drafting import find_drafting, find_profile, serving_kind, serving_run
-from eyas.errors import Interrupted, VerificationFailed
+from eyas.errors import VerificationFailed
 from eyas.evaluate import parity
 from eyas.evaluate.again import Exchange
-from eyas.evaluate.ask import Asker
+from eyas.evaluate.bench import Bench
 from eyas.evaluate.figures import WITH, WITHOUT, Unit, acceptance_of, summary
 from eyas.evaluate.journal import Journal
-from eyas.evaluate.load import Load, Pass, run_pass
+from eyas.evaluate.load import Load
 from eyas.evaluate.pool import Pool, pool
-from eyas.evaluate.prompts import PromptSets, load_sets
 from eyas.progress import Progress, say
 from eyas.record import Inputs, load_record, versions
 from eyas.run import Run
 from eyas.signals import Stop, stop_on_signals
 from eyas.stages import Result, remove_tree
-from eyas.target import load_target
 
 FILE = "serving.json"
-_WARM_TOKENS = 32
+PROFILE = "content of the profile"
 # Where and how many at once: figures don't depend on them, but for noise.
 _NOT_INPUTS = ("host", "port", "servers", "max_gap")
 
@@ -45,7 +42,7 @@ def inputs(run: Run) -> Inputs:
     values = {f"serving.{key}": value for key, value in table.model_dump().items() if key not in _NOT_INPUTS}
     values["serving.kind"] = serving_kind(run)
     if profile.endswith(".toml"):
-        values["content of the profile"] = fs.digest_file(Path(profile))
+        values[PROFILE] = fs.digest_file(Path(profile))
     if table.drafter:
         values["content of serving.drafter"] = folder_digest(Path(table.drafter))
     for file in (found for pattern in table.prompts for found in source_files(pattern)):
@@ -79,15 +76,12 @@ class _Measurement:
 
     def __init__(self, run: Run, stop: Stop) -> None:
         self._run, self._stop, self._table = run, stop, run.recipe.serving
-        self._kind, self._target = serving_kind(run), load_target(run.recipe.target)
-        self._drafting = find_drafting(run)
+        self._bench, self._drafting = Bench(run, stop), find_drafting(run)
         self._dtype = self._table.dtype or run.recipe.engine.dtype
-        self._sets = load_sets(run, self._target)
-        self._parity = parity.choose_prompts(self._sets, self._table.parity_prompts) if self._has_parity else None
+        self._parity = parity.choose_prompts(self._bench.sets, self._table.parity_prompts) if self._has_parity else None
         exported = load_record(run.dir, "export")
-        key = inputs(run) | {"prompts": self._sets.digest, "export": exported.output if exported else ""}
+        key = inputs(run) | {"prompts": self._bench.sets.digest, "export": exported.output if exported else ""}
         self._journal = Journal(run.dir / "serving" / "journal.jsonl", fs.digest_json(key))
-        self._warm: set[str] = set()
 
     @property
     def _has_parity(self) -> bool:
@@ -105,7 +99,9 @@ class _Measurement:
             Progress("serving", total, "passes", self._run.logs_dir, done=done) as progress,
         ):
             if done < total:
-                servers.prepare(list(runs))
+                failed = servers.prepare(list(runs))
+                for error in failed.values():
+                    raise error
             for unit in units:
                 if self._journal.get(asdict(unit)) is None:
                     self._measure(unit, servers)
@@ -120,61 +116,35 @@ class _Measurement:
         if self._table.servers < 2:
             pairs = [(repeat, variant) for variant in variants for repeat in repeats]
         for place, (repeat, variant) in enumerate(pairs):
-            for name in self._sets.sets:
+            for name in self._bench.sets.sets:
                 for streams in self._table.concurrency:
                     yield Unit(variant, name, streams, repeat)
-            if self._has_parity and (variant not in [later for _, later in pairs[place + 1 :]]):
+            if self._has_parity and variant not in [later for _, later in pairs[place + 1 :]]:
                 yield Unit(variant, parity.SET, max(self._table.concurrency), 0)
 
     def _measure(self, unit: Unit, servers: Pool) -> None:
         state = servers.get(unit.variant)
-        mark = f"{state.pid}-{state.created}"
-        if mark not in self._warm:
-            self._warm.add(mark)
-            for name in self._sets.sets:
-                for streams in self._table.concurrency:
-                    warm = Unit(unit.variant, name, streams, -1)
-                    asyncio.run(self._pass(state.url, warm, Load(streams, streams, _WARM_TOKENS, 0, f"warm {mark}")))
+        if self._bench.warm_up(state, dict.fromkeys(self._table.concurrency)):
             about = {"version": state.version, "command": state.command, "layers_s": state.layers}
             self._journal.add({"server": unit.variant}, about | {"device": state.device})
-        load = self._load(unit)
-        done = asyncio.run(self._pass(state.url, unit, load))
-        if self._stop.signum is not None:
-            raise Interrupted(
-                self._stop.signum,
-                f"serving: stopped; {len(self._journal)} measurements are kept in {self._journal.path}",
-                next=f"{self._run.command('evaluate', '--engine', self._kind)}   # goes on from there",
-            )
-        result: dict[str, Any] = {"figures": done.figures(), "digests": done.digests()}
-        if unit.set == parity.SET:
-            result["prompts"] = [asked[0] for asked in done.prompts.values() if asked]
-            result["answers"] = [answers[0].token_ids for answers in done.answers.values() if answers]
-        self._journal.add(asdict(unit), result)
-
-    def _load(self, unit: Unit) -> Load:
-        table = self._table
-        count = len(self._asked(unit).sets[unit.set])
-        if table.prompts_per_stream and unit.set != parity.SET:
-            count = min(count, unit.streams * table.prompts_per_stream)
-        drafts = self._drafting.drafts if unit.variant == WITH else 0
-        return Load(unit.streams, count, table.max_new_tokens, drafts, fs.digest_json(asdict(unit)))
-
-    def _asked(self, unit: Unit) -> PromptSets:
-        return self._parity if unit.set == parity.SET and self._parity is not None else self._sets
-
-    async def _pass(self, url: str, unit: Unit, load: Load) -> Pass:
-        table, maker = self._table, self._sets.maker
-        if unit.set == parity.SET:
-            table = table.model_copy(update={"temperature": 0.0})
-        async with Asker(url, self._kind, table, maker.encoder.ends, maker.vocab_size) as asker:
-            return await run_pass(asker, self._asked(unit), unit.set, load, self._stop)
+        drafts, salt = self._drafting.drafts if unit.variant == WITH else 0, fs.digest_json(asdict(unit))
+        if unit.set == parity.SET and self._parity is not None:
+            load = Load(unit.streams, len(self._parity.sets[parity.SET]), self._table.max_new_tokens, drafts, salt)
+            done = self._bench.measure_sets(state, self._parity, parity.SET, load, temperature=0.0)
+            exchanged = {
+                "prompts": [asked[0] for asked in done.prompts.values() if asked],
+                "answers": [answers[0].token_ids for answers in done.answers.values() if answers],
+            }
+        else:
+            done, exchanged = self._bench.measure(state, unit.set, unit.streams, drafts, salt), {}
+        self._journal.add(asdict(unit), {"figures": done.figures(), "digests": done.digests()} | exchanged)
 
     def _about(self) -> dict[str, Any]:
         """What was measured, where and how."""
         table, drafting = self._table, self._drafting
         servers = {name: self._journal.get({"server": name}) for name in (WITHOUT, WITH)}
         return {
-            "engine": self._kind,
+            "engine": serving_kind(self._run),
             "version": servers[WITH]["version"],
             "dtype": self._dtype,
             "device": servers[WITH]["device"] or "cuda",
@@ -187,7 +157,7 @@ class _Measurement:
             "max_new_tokens": table.max_new_tokens,
             "repeats": table.repeats,
             "interleaved": table.servers > 1,
-            "prompts": {name: len(prompts) for name, prompts in self._sets.sets.items()},
+            "prompts": {name: len(prompts) for name, prompts in self._bench.sets.sets.items()},
             "versions": versions(),
         }
 
@@ -205,7 +175,7 @@ class _Measurement:
         engine = acceptance_of([drafted["figures"]])
         assert engine is not None, "a pass with the drafter has counts"
         figures = parity.compare(
-            self._run, self._target, self._drafting, _exchanges(drafted, plain), engine, self._dtype
+            self._run, self._bench.target, self._drafting, _exchanges(drafted, plain), engine, self._dtype
         )
         return results | {"parity": figures, "parity_gap": figures["gap"]}
 

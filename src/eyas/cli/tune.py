@@ -1,0 +1,41 @@
+"""`eyas tune`: the settings that serve the drafter fastest."""
+
+from typing import Annotated
+
+import typer
+
+from eyas.cli.evaluate import Engine
+from eyas.cli.options import Limit, Overrides, RecipePath, read_run
+
+
+def tune(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    limit: Limit = 0,
+    engine: Engine = "",
+    choices: Annotated[
+        str, typer.Option(help="What may be changed: a name or a TOML file; default: the engine's.", metavar="NAME")
+    ] = "",
+    minutes: Annotated[float, typer.Option(help="Most time, earlier calls included, minutes.", min=0)] = 30.0,
+    streams: Annotated[int, typer.Option(help="Answers at once; 0: the first of serving.concurrency.", min=0)] = 0,
+    most: Annotated[
+        int, typer.Option(help="Up to so many combinations all are tried; beyond, one change at a time.", min=1)
+    ] = 12,
+    redo: Annotated[bool, typer.Option("--redo", help="Forget what was measured.")] = False,
+) -> None:
+    """Find drafter and engine settings by measuring, and write the best as the run's profile (tuned-ENGINE.toml)."""
+    from eyas.engine.choices import load_choices
+    from eyas.engine.drafting import serving_kind
+    from eyas.evaluate.tune import lines
+    from eyas.evaluate.tune import tune as find_best
+    from eyas.signals import stop_on_signals
+    from eyas.stages import noting_errors, remove_tree
+
+    run = read_run(recipe, [*(set_ or []), *([f"serving.kind={engine}"] if engine else [])], limit)
+    if redo:
+        remove_tree(run.dir / "tune")
+    named = load_choices(choices or serving_kind(run))
+    with noting_errors(run, "tune"), stop_on_signals("this pass") as stop:
+        tuned = find_best(run, named, minutes=minutes, streams=streams, most=most, stop=stop)
+    print("\n".join(lines(tuned)))
+    print(f"wrote {tuned.path}; `eyas serve start --with-drafter` and `eyas deploy` use it")

@@ -1,0 +1,154 @@
+"""The serving command of a run as people deploy it: a script, a systemd unit, a Dockerfile."""
+
+import dataclasses
+import getpass
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from eyas.engine.drafting import Drafting, Kind, find_drafting, serving_kind, serving_run
+from eyas.engine.find import find_engine
+from eyas.engine.kinds import KINDS, plan_launch
+from eyas.engine.launch import Launch
+from eyas.run import Run
+from eyas.target import Target, load_target
+
+_PORTS = {"sglang": 30000, "vllm": 8000}
+# The engines' own images on Docker Hub, tagged by release.
+_IMAGES = {"sglang": "lmsysorg/sglang:v{}", "vllm": "vllm/vllm-openai:v{}"}
+_VLLM = "0.32.0"  # the release that was run here
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_MODEL, _DRAFTER = Path("/model"), Path("/drafter")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One engine's serving command in three forms.
+
+    Attributes:
+        engine: its title and release.
+        script: for a shell.
+        unit: for systemd.
+        dockerfile: for `docker build` in the folder that holds the drafter's folder `drafter/`.
+    """
+
+    kind: Kind
+    engine: str
+    script: str
+    unit: str
+    dockerfile: str
+    drafter: Path
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Name -> content."""
+        return {"serve.sh": self.script, "eyas-drafter.service": self.unit, "Dockerfile": self.dockerfile}
+
+
+def deployment(run: Run, kind: Kind) -> Deployment:
+    """The command with the tuned settings for one engine, with this machine's paths; the image's in the Dockerfile.
+
+    Raises: ExportError where there is no drafter; RecipeError; EngineError where the recipe's interpreter doesn't hold
+        its engine.
+    """
+    run, version = _for_engine(run, kind)
+    target, drafting = load_target(run.recipe.target), find_drafting(run)
+    launch = _launch(run, drafting, target, version)
+    title = f"{KINDS[kind].title} {version}"
+    port = run.recipe.serving.port or _PORTS[kind]
+    words = launch.command(port)
+    inside = _launch(
+        run, dataclasses.replace(drafting, folder=_DRAFTER), dataclasses.replace(target, path=_MODEL), version
+    )
+    return Deployment(
+        kind,
+        title,
+        _script(words, launch.env, title),
+        _unit(words, launch.env, f"{run.recipe.name}: {target.path.name} with its EAGLE-3 drafter, {title}"),
+        _dockerfile(inside, version, port, target, run.recipe.name),
+        drafting.folder,
+    )
+
+
+def _for_engine(run: Run, kind: Kind) -> tuple[Run, str]:
+    """The run with [serving] of this engine, and the release: that of the recipe's interpreter, else the one that was
+    exported for."""
+    recipe, table = run.recipe, run.recipe.serving
+    device = "cpu" if recipe.engine.device == "cpu" else "cuda"
+    named = (table.kind or recipe.engine.kind) == kind
+    if not named:  # what the recipe says is for the other engine
+        table = table.model_copy(update={"kind": kind, "python": "python3", "args": [], "env": {}, "profile": ""})
+    engine = recipe.engine.model_copy(update={"device": device})
+    run = dataclasses.replace(run, recipe=recipe.model_copy(update={"engine": engine, "serving": table}))
+    if named and (table.python or recipe.engine.python):
+        serving = serving_run(run, None)
+        return run, find_engine(serving.recipe.engine).engines[serving_kind(run)]
+    return run, (recipe.export.sglang_version or "0.5.23") if kind == "sglang" else _VLLM
+
+
+def _launch(run: Run, drafting: Drafting, target: Target, version: str) -> Launch:
+    return plan_launch(serving_run(run, drafting), target, version)
+
+
+def _script(words: list[str], env: dict[str, str], title: str) -> str:
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    if "/" in words[0]:  # kernels are compiled with the ninja that lies beside the interpreter
+        exports.insert(0, f'export PATH={shlex.quote(str(Path(words[0]).parent))}:"$PATH"')
+    return "\n".join(["#!/bin/sh", f"# {title}; written by eyas deploy", *exports, f"exec {shlex.join(words)}", ""])
+
+
+def _unit(words: list[str], env: dict[str, str], about: str) -> str:
+    program = ["/usr/bin/env", *words]
+    if "/" in words[0]:
+        program, env = words, {"PATH": f"{Path(words[0]).parent}:{_PATH}"} | env
+    lines = [
+        "[Unit]",
+        f"Description={about.replace('%', '%%')}",
+        "Wants=network-online.target",
+        "After=network-online.target",
+        "",
+        "[Service]",
+        "Type=exec",
+        f"User={getpass.getuser()}",
+        *(f"Environment={_systemd(f'{name}={value}', dollar=False)}" for name, value in env.items()),
+        f"ExecStart={' '.join(_systemd(word) for word in program)}",
+        "Restart=on-failure",
+        "RestartSec=10",
+        "TimeoutStopSec=60",
+        "LimitMEMLOCK=infinity",
+        "LimitNOFILE=1048576",
+        "",
+        "[Install]",
+        "WantedBy=multi-user.target",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _systemd(word: str, dollar: bool = True) -> str:
+    """A word as systemd reads it back: %, $ and quotes mean something to it."""
+    text = word.replace("%", "%%")
+    text = text.replace("$", "$$") if dollar else text
+    if not any(char in text for char in " \t\"'\\;{}"):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _dockerfile(launch: Launch, version: str, port: int, target: Target, name: str) -> str:
+    words = ["python3", *launch.command(port)[1:]]
+    at = words.index("--host") + 1
+    words[at] = "0.0.0.0"
+    tag = name.lower()
+    return "\n".join(
+        [
+            f"# docker build -t {tag} FOLDER   # FOLDER holds this file and the drafter's folder as drafter/",
+            f"# docker run --gpus all --ipc=host -p {port}:{port} -v {target.path}:{_MODEL}:ro {tag}",
+            f"FROM {_IMAGES[launch.kind.name].format(version.partition('+')[0])}",
+            f"COPY drafter/ {_DRAFTER}/",
+            *(f"ENV {key}={json.dumps(value)}" for key, value in launch.env.items()),
+            f"EXPOSE {port}",
+            f"ENTRYPOINT {json.dumps(words)}",
+            "",
+        ]
+    )

@@ -1,0 +1,301 @@
+"""Which settings serve the drafter fastest: successive halving over configurations, within a budget of minutes.
+
+Every round measures each configuration that is left, in turn, and keeps the better half; so the passes of one lie apart
+in time, and more of them go to those that matter. The first configuration, what is served without tuning, is measured
+in every round: a configuration's score is its rate as a share of the first one's in the same round, which takes out
+what changes from round to round. It has to be beaten by more than noise, else it stays.
+
+Every pass is kept in tune/journal.jsonl: a call that was stopped goes on, one with more minutes goes further.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from eyas import fs
+from eyas.engine.choices import Choices, Configuration, combine, configurations, profile_of
+from eyas.engine.drafting import SERVING, Drafting, find_drafting, serving_kind, serving_run, tuned_profile
+from eyas.engine.profile import load_profile
+from eyas.engine.state import load_state
+from eyas.errors import EngineError, RecipeError
+from eyas.evaluate.bench import Bench
+from eyas.evaluate.figures import acceptance_of
+from eyas.evaluate.journal import Journal
+from eyas.evaluate.pool import Pool, pool
+from eyas.evaluate.serving import PROFILE, inputs
+from eyas.progress import duration, say
+from eyas.run import Run
+from eyas.signals import Stop
+
+
+@dataclass
+class Candidate:
+    """A configuration and what was measured of it.
+
+    Attributes:
+        drafting: its drafter settings.
+        run: whose server it is.
+        rounds: round -> tokens/s of each of its passes.
+        figures: of all its passes.
+        fault: why it can't be served; "" where it can.
+    """
+
+    configuration: Configuration
+    drafting: Drafting
+    run: Run
+    rounds: dict[int, list[float]] = field(default_factory=dict)
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.configuration.name
+
+    def ratios(self, first: "Candidate") -> list[float]:
+        """Rate as a share of the first configuration's, for each round in which both were measured."""
+        shared = sorted(self.rounds.keys() & first.rounds.keys())
+        return [statistics.fmean(self.rounds[at]) / statistics.fmean(first.rounds[at]) for at in shared]
+
+    def score(self, first: "Candidate") -> float:
+        return statistics.fmean(self.ratios(first)) if self.ratios(first) else 0.0
+
+    def noise(self) -> float:
+        """Standard error of its rate, as a share of it: passes of one round differ by chance alone."""
+        parts = [rates for rates in self.rounds.values() if len(rates) > 1]
+        if not parts:
+            return 0.0
+        shares = [rate / statistics.fmean(rates) - 1 for rates in parts for rate in rates]
+        spread = math.sqrt(math.fsum(share * share for share in shares) / (len(shares) - len(parts)))
+        return spread / math.sqrt(sum(len(rates) for rates in self.rounds.values()))
+
+    def as_json(self, first: "Candidate") -> dict[str, Any]:
+        rates = [rate for each in self.rounds.values() for rate in each]
+        told: dict[str, Any] = {"settings": self.configuration.text}
+        if self.fault:
+            return told | {"fault": self.fault}
+        if not rates:
+            return told | {"fault": "not tried: the time was over"}
+        acceptance = acceptance_of(self.figures)
+        return told | {
+            "tokens_per_s": round(statistics.fmean(rates), 2),
+            "low": round(min(rates), 2),
+            "high": round(max(rates), 2),
+            "passes": len(rates),
+            "rounds": len(self.rounds),
+            "of_first": round(self.score(first), 4),
+            "noise": round(self.noise(), 4),
+            "acceptance_length": round(acceptance.length, 4) if acceptance else 0.0,
+        }
+
+
+@dataclass
+class Tuned:
+    """What came of it.
+
+    Attributes:
+        best: the configuration that is kept.
+        candidates: all that were tried, the fastest first.
+        path: the profile that was written.
+        evidence: as it stands in the profile.
+    """
+
+    best: Candidate
+    candidates: list[Candidate]
+    path: Path
+    evidence: dict[str, Any]
+
+
+def tune(run: Run, choices: Choices, *, minutes: float, streams: int, most: int, stop: Stop) -> Tuned:
+    """Try configurations and write the best as the run's tuned profile.
+
+    Args:
+        minutes: most time, that of earlier calls with the same settings included; a pass that is begun is finished.
+        streams: answers at once for which tokens/s are to be highest; 0: serving.concurrency's first.
+        most: configurations up to which all combinations are tried, else single changes and then the best together.
+    Raises: EngineError where not even the first configuration can be served; RecipeError; Interrupted.
+    """
+    return _Tuning(run, choices, minutes, streams or run.recipe.serving.concurrency[0], most, stop).go()
+
+
+class _Tuning:
+    def __init__(self, run: Run, choices: Choices, minutes: float, streams: int, most: int, stop: Stop) -> None:
+        self._run, self._choices, self._kind = run, choices, serving_kind(run)
+        self._budget_s, self._streams, self._stop = minutes * 60, streams, stop
+        self._base = load_profile(run.recipe.serving.profile or SERVING)
+        self._bench, self._folder = Bench(run, stop), run.dir / "tune"
+        left_out = ("serving.profile", "serving.repeats", PROFILE)  # the base is part of the key
+        key = {name: value for name, value in inputs(run).items() if name not in left_out}
+        key |= {"prompts": self._bench.sets.digest, "choices": choices.model_dump(), "streams": streams}
+        self._journal = Journal(self._folder / "journal.jsonl", fs.digest_json(key | {"base": self._base.model_dump()}))
+        found, self._complete = configurations(choices, most)
+        made = [self._candidate(configuration) for configuration in found]
+        self._candidates = [candidate for candidate in made if candidate]
+        if made[0] is None:
+            raise RecipeError(
+                f"the first values of {choices.name} are nothing that {self._kind} serves", next="mend its first choice"
+            )
+        self._spent_s, self._visits = 0.0, 0
+        self._number, self._over = 0, False
+
+    def go(self) -> Tuned:
+        first = self._candidates[0]
+        with pool({}, self._run.recipe.serving.servers, self._stop) as servers:
+            ranked = self._halve(servers, self._candidates[1:])
+            if not self._complete and not self._over:
+                better = [one for one in self._ranked(self._candidates[1:]) if one.score(first) > 1 + one.noise()]
+                together = combine(self._choices, [one.configuration for one in better])
+                known = {one.configuration for one in self._candidates}
+                if together not in known and (made := self._candidate(together)):
+                    say(f"tune: the best changes together: {together.text}")
+                    self._candidates.append(made)
+                    ranked = self._halve(servers, [made, *ranked[:1]])
+        best = ranked[0] if ranked and self._faster(ranked[0]) else first
+        return self._write(best)
+
+    def _candidate(self, configuration: Configuration) -> Candidate | None:
+        """None, which is said, where the engine has no such drafter settings."""
+        path = self._folder / f"{configuration.name}.toml"
+        content = profile_of(self._base, self._choices, configuration, self._kind)
+        fs.write_atomic(path, tomli_w.dumps(content), durable=False)
+        drafting = find_drafting(self._run, str(path))
+        try:
+            run = serving_run(self._run, drafting, profile=str(path), folder=f"tune/{configuration.name}")
+        except RecipeError as error:
+            say(f"tune: left out: {configuration.text}: {error.seen}")
+            return None
+        return Candidate(configuration, drafting, run)
+
+    def _halve(self, servers: Pool, left: Sequence[Candidate]) -> list[Candidate]:
+        """Measure, keep the better half, until one is left or the time is over; those left, the fastest first."""
+        first = self._candidates[0]
+        while True:
+            self._round(servers, [first, *left])
+            if first.fault:
+                raise EngineError(
+                    f"{first.configuration.text}: it can't be served: {first.fault}",
+                    expected="the settings that are served without tuning to work",
+                    next=f"mend [serving], then: {self._run.command('tune', '--redo')}",
+                )
+            ranked = self._ranked(left)
+            if self._over or len(left) <= 1:
+                return ranked
+            left = ranked[: math.ceil(len(ranked) / 2)]
+            say(f"tune: left: {'; '.join(one.configuration.text for one in left)}")
+
+    def _ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that were measured, the fastest first."""
+        first = self._candidates[0]
+        measured = [one for one in candidates if one.rounds and not one.fault]
+        return sorted(measured, key=lambda one: one.score(first), reverse=True)
+
+    def _faster(self, candidate: Candidate) -> bool:
+        """Whether it beats the first configuration by more than twice the noise of both."""
+        first = self._candidates[0]
+        return candidate.score(first) - 1 > 2 * math.hypot(candidate.noise(), first.noise())
+
+    def _round(self, servers: Pool, candidates: Sequence[Candidate]) -> None:
+        """Measure each once more, in repeats: one after the other where all servers live at once, else those of one
+        configuration together, what is served now first."""
+        number, self._number = self._number, self._number + 1
+        repeats, room = range(self._run.recipe.serving.repeats), self._run.recipe.serving.servers
+        living = {name: place for place, name in enumerate(reversed(servers.living))}
+        order = sorted(candidates, key=lambda one: living.get(one.name, len(living)))
+        for one in candidates:
+            one.fault = one.fault or self._journal.get({"fault": one.configuration.places}) or ""
+        todo = [(repeat, one) for repeat in repeats for one in order]
+        if len(order) > room:
+            todo = [(repeat, one) for one in order for repeat in repeats]
+        for repeat, one in todo:
+            if one.fault:
+                continue
+            unit = {"configuration": one.configuration.places, "round": number, "repeat": repeat}
+            result = self._journal.get(unit)
+            if result is None and not self._over:
+                result = self._visit(servers, order, one, unit)
+            if result is not None:
+                self._spent_s, self._visits = self._spent_s + result["seconds"], self._visits + 1
+                one.rounds.setdefault(number, []).append(result["tokens_per_s"])
+                one.figures += result["figures"]
+
+    def _visit(
+        self, servers: Pool, order: Sequence[Candidate], one: Candidate, unit: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """One pass over all sets; None where the time is over, or it can't be served."""
+        if self._visits and self._spent_s + self._spent_s / self._visits > self._budget_s:
+            self._over = True
+            say(f"tune: {duration(self._spent_s)} of {duration(self._budget_s)} are used; no more is begun")
+            return None
+        began = time.monotonic()
+        servers.add({each.name: each.run for each in order})
+        failed = servers.prepare([each.name for each in order if not each.fault])
+        for each in order:
+            if each.name in failed:
+                self._fail(each, failed[each.name])
+        if one.fault:
+            return None
+        try:
+            state = servers.get(one.name)
+        except EngineError as error:
+            self._fail(one, error)
+            return None
+        self._bench.warm_up(state, {self._streams: None})
+        figures = [
+            self._bench.measure(state, name, self._streams, one.drafting.drafts, fs.digest_json([unit, name])).figures()
+            for name in self._bench.sets.sets
+        ]
+        rate = sum(each["tokens"] for each in figures) / math.fsum(each["wall_s"] for each in figures)
+        say(f"tune: round {unit['round'] + 1}: {one.configuration.text}: {rate:,.1f} tokens/s")
+        result = {"tokens_per_s": round(rate, 3), "figures": figures, "seconds": round(time.monotonic() - began, 2)}
+        self._journal.add(unit, result)
+        return result
+
+    def _fail(self, one: Candidate, error: EngineError) -> None:
+        one.fault = error.seen.splitlines()[0]
+        self._journal.add({"fault": one.configuration.places}, one.fault)
+        say(f"tune: {one.configuration.text}: it can't be served: {one.fault}")
+
+    def _write(self, best: Candidate) -> Tuned:
+        """The best as a profile, with its evidence."""
+        first, table = self._candidates[0], self._run.recipe.serving
+        ranked = sorted(self._candidates, key=lambda one: one.score(first), reverse=True)
+        state = load_state(best.run)
+        evidence: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "engine": f"{self._kind} {state.version if state else ''}".strip(),
+            "drafter": str(best.drafting.folder),
+            "streams": self._streams,
+            "temperature": table.temperature,
+            "max_new_tokens": table.max_new_tokens,
+            "prompts": {name: len(prompts) for name, prompts in self._bench.sets.sets.items()},
+            "choices": self._choices.name,
+            "minutes": round(self._spent_s / 60, 2),
+            "rounds": self._number,
+            "best": best.configuration.text,
+            "kept_first": best is first,
+            "configurations": [one.as_json(first) for one in ranked],
+        }
+        content = profile_of(self._base, self._choices, best.configuration, self._kind)
+        path = tuned_profile(self._run, self._kind)
+        fs.write_atomic(path, tomli_w.dumps(content | {"evidence": evidence}))
+        return Tuned(best, ranked, path, evidence)
+
+
+def lines(tuned: Tuned) -> list[str]:
+    """The configurations as a table of plain lines, the fastest first."""
+    rows = [f"{'settings':60} {'tokens/s':>10} {'of first':>9} {'noise':>7} {'passes':>7} {'length':>7}"]
+    for entry in tuned.evidence["configurations"]:
+        if "fault" in entry:
+            rows.append(f"{entry['settings']:60} {entry['fault']}")
+            continue
+        rows.append(
+            f"{entry['settings']:60} {entry['tokens_per_s']:>10,.1f} {entry['of_first']:>9.3f} {entry['noise']:>7.3f} "
+            f"{entry['passes']:>7} {entry['acceptance_length']:>7.3f}"
+        )
+    why = ": nothing is faster by more than noise" if tuned.evidence["kept_first"] else ""
+    return [*rows, f"best: {tuned.best.configuration.text}{why}"]
