@@ -34,7 +34,7 @@ from eyas.engine.profile import DrafterSettings, Flag, Profile, Variable
 from eyas.errors import RecipeError
 from eyas.settings import Table
 
-_FOLDER = Path(__file__).parent / "choices"
+_FOLDER = Path(__file__).parent / "tuning"
 _ALONE = "on"
 
 
