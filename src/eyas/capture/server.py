@@ -22,6 +22,7 @@ from eyas.progress import Progress, say, size
 from eyas.run import Run
 from eyas.signals import Stop
 from eyas.store.writer import StoreWriter
+from eyas.tap.block import row_bytes
 from eyas.tap.ring import Ring, RingError
 from eyas.target import Target
 
@@ -123,7 +124,7 @@ class _Capture:
                 f"{self.state.url}: {told}",
                 expected="at most half of them: a drafter of the rest would be trained on a chance selection",
                 cause="the model's context, or room for too few tokens in the server's KV cache",
-                next="lower data.max_tokens, or (SGLang) give it more: --context-length, --max-total-tokens in engine.args",
+                next="lower data.max_tokens, or (SGLang) raise --context-length or --max-total-tokens in engine.args",
             )
         say(f"capture: {told}: rejected")
         pending = {sample_id for ids in self.writer.pending() for sample_id in ids}
@@ -191,8 +192,8 @@ class _Capture:
 
     def _advance(self, progress: Progress, worker: Worker, ring: Ring, first: int) -> None:
         counters = ring.counters()
-        filled = counters.used_bytes / counters.capacity_bytes
-        note = f"ring {filled:.0%}, {size(self.writer.files.free_bytes())} of disk left"
+        filled, rows = counters.used_bytes / counters.capacity_bytes, counters.used_bytes // row_bytes(ring.layout)
+        note = f"{rows:,} rows in the ring ({filled:.0%}), {size(self.writer.files.free_bytes())} of disk left"
         again = worker.tally.again.total()
         note += f", {again:,} tries made again" if again else ""
         progress.advance(first + worker.tally.tokens - progress.done, note)
