@@ -77,11 +77,14 @@ def _for_engine(run: Run, kind: Kind) -> tuple[Run, str]:
     recipe, table = run.recipe, run.recipe.serving
     device = "cpu" if recipe.engine.device == "cpu" else "cuda"
     named = (table.kind or recipe.engine.kind) == kind
+    python = (table.python or recipe.engine.python) if named else ""
+    if not python:
+        table = table.model_copy(update={"python": "python3"})
     if not named:  # what the recipe says is for the other engine
-        table = table.model_copy(update={"kind": kind, "python": "python3", "args": [], "env": {}, "profile": ""})
+        table = table.model_copy(update={"kind": kind, "args": [], "env": {}, "profile": ""})
     engine = recipe.engine.model_copy(update={"device": device})
     run = dataclasses.replace(run, recipe=recipe.model_copy(update={"engine": engine, "serving": table}))
-    if named and (table.python or recipe.engine.python):
+    if python:
         serving = serving_run(run, None)
         return run, find_engine(serving.recipe.engine).engines[serving_kind(run)]
     return run, (recipe.export.sglang_version or "0.5.23") if kind == "sglang" else _VLLM
