@@ -75,6 +75,11 @@ class Sender:
                 continue
             self._tell("", 0)
 
+    def close(self) -> None:
+        """Wait until all that was sent is published, and release the ring."""
+        if self._copier is not None:
+            self._copier.close()
+
     def _put(self, slot: Slot, part: list[Piece], output: Output) -> None:
         layout = self._ring.layout
         ids, aux, final = gather(part, output)
@@ -106,7 +111,7 @@ class _Copier:
                 "a limit on locked memory (ulimit -l), or too little memory for a ring of this size",
             )
         self._stream = torch.cuda.Stream(device)
-        self._queue: queue.SimpleQueue[tuple[Slot, torch.cuda.Event, Rows]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Slot, torch.cuda.Event, Rows] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._publish, name="eyas-tap", daemon=True)
         self._thread.start()
 
@@ -122,13 +127,18 @@ class _Copier:
             copied.record(self._stream)
         self._queue.put((slot, copied, rows))
 
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        torch.cuda.cudart().cudaHostUnregister(self._ring.memory.data_ptr())
+
     def _publish(self) -> None:
         torch.cuda.set_device(self._device)
-        while True:
-            slot, copied, rows = self._queue.get()
+        while (queued := self._queue.get()) is not None:
+            slot, copied, rows = queued
             copied.synchronize()  # without the GIL, asleep
             self._ring.publish(slot)
-            del rows
+            del queued, rows
 
 
 def split(pieces: list[Piece], most: int) -> list[list[Piece]]:
