@@ -65,7 +65,7 @@ def assert_equal_but_low_bits(ours: StoreReader, local: StoreReader, left_out: t
     ]
     for ref in ours.samples():
         a, b = ours.read(ref.sample_id), local.read(ref.sample_id)
-        assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.loss_mask, b.loss_mask)
+        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(a.loss_mask, b.loss_mask)
         for mine, theirs in (
             (a.aux_hidden_states, b.aux_hidden_states),
             (a.final_hidden_states, b.final_hidden_states),
