@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from eyas.errors import RecipeError
 from eyas.settings import (
@@ -41,7 +41,7 @@ class Recipe(Table):
     )
     runs_dir: str = Field("runs", description="Folder that holds runs.")
     target: Target
-    data: Data
+    data: Data = Data()
     regenerate: Regenerate = Regenerate()
     engine: Engine = Engine()
     capture: Capture = Capture()
@@ -51,6 +51,12 @@ class Recipe(Table):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     serving: Serving = Serving()
+
+    @model_validator(mode="after")
+    def _states_from_somewhere(self) -> "Recipe":
+        if not self.data.sources and not self.store.url:
+            raise ValueError("either data.sources says what is captured, or store.url where an imported store lies")
+        return self
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -115,7 +121,7 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"unknown key `{key}`" + (f"; did you mean `{near[0]}`?" if near else ""))
         else:
             seen = "" if fault["type"] == "missing" else f" (got {fault['input']!r})"
-            lines.append(f"`{key}`: {fault['msg']}{seen}")
+            lines.append(f"`{key}`: {fault['msg']}{seen}" if key else fault["msg"])
     return "\n  ".join(lines)
 
 

@@ -31,6 +31,11 @@ class Run:
         return Path(self.recipe.runs_dir) / f"{self.recipe.name}{suffix}"
 
     @property
+    def has_own_store(self) -> bool:
+        """Whether this run captures its store; False where the recipe names no data: the store was imported."""
+        return bool(self.recipe.data.sources)
+
+    @property
     def regenerated_dir(self) -> Path:
         return self.dir / "regenerated"
 

@@ -81,7 +81,9 @@ class Source(Table):
 
 class Data(Table):
     sources: list[Source] = Field(
-        min_length=1, description="Where conversations come from, one [[data.sources]] table each."
+        default_factory=list,
+        description="Where conversations come from, one [[data.sources]] table each. None: the store at store.url is "
+        "there already (`eyas store import`), and the run begins with `verify`.",
     )
     max_tokens: int = Field(4096, ge=8, description="Longest sample, tokens.")
     too_long: Literal["truncate", "reject"] = Field("truncate", description="What happens to a longer one.")

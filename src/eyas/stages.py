@@ -58,6 +58,7 @@ def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
     Raises: RecipeError where an input changed under the finished stage, or an earlier stage is missing; and
         whatever the stage raises.
     """
+    _refuse_without_data(run, name)
     stage = cast(Stage, importlib.import_module(STAGES[name]))
     with noting_errors(run, name):
         inputs = _upstream(run, name) | stage.inputs(run)
@@ -112,6 +113,15 @@ def _done_already(run: Run, name: str, inputs: Inputs) -> Record | None:
         )
     say(f"{name}: done already on {done.finished} with the same inputs; skipped")
     return done
+
+
+def _refuse_without_data(run: Run, name: str) -> None:
+    if name in ("regenerate", "prepare", "capture") and not run.has_own_store:
+        raise RecipeError(
+            f"{name}: the recipe names no data.sources: its store, {run.store_url}, was imported",
+            expected=f"one of the stages {', '.join(stages_of(run))}",
+            next=f"{run.command('run')}   # does them in order",
+        )
 
 
 def _upstream(run: Run, name: str) -> Inputs:
@@ -180,6 +190,9 @@ def stage_names() -> Sequence[str]:
 
 def stages_of(run: Run) -> Sequence[str]:
     """The stages of one run, in order: `regenerate` is among them where the recipe names servers, `serving` where it
-    names an engine that serves the drafter."""
+    names an engine that serves the drafter. Without data.sources the store is there already, and `verify` is the first.
+    """
     wanted = {"regenerate": bool(run.recipe.regenerate.servers), "serving": bool(run.recipe.serving.kind)}
+    if not run.has_own_store:
+        wanted |= dict.fromkeys(("regenerate", "prepare", "capture"), False)
     return [name for name in STAGES if wanted.get(name, True)]

@@ -48,8 +48,12 @@ def _keys(table: type[Table], chosen: dict[str, Any]) -> list[str]:
     return [
         _comment(_description(field)) + "\n" + _line(name, field, chosen)
         for name, field in table.model_fields.items()
-        if field.description and (name in chosen or not field.is_required())
+        if field.description and not _holds_tables(field) and (name in chosen or not field.is_required())
     ]
+
+
+def _holds_tables(field: FieldInfo) -> bool:
+    return any(isinstance(kind, type) and issubclass(kind, Table) for kind in get_args(field.annotation))
 
 
 def _line(name: str, field: FieldInfo, chosen: dict[str, Any]) -> str:

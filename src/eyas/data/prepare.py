@@ -90,6 +90,7 @@ def execute(run: Run) -> Result:
         barred[near.find()] = LATE_REASONS.index("near_duplicate")
         chooser = Chooser(data, spill, account, [str(path) for _, path in files], barred)
         chooser.write(writer)
+        _refuse_long(run, target, writer)
         _warn(account, writer)
         manifest = writer.finish(
             {
@@ -190,6 +191,20 @@ def _make_all(
             reached = sum(sizes[: job.file]) + job.chunk.share * sizes[job.file]
             progress.advance(reached - done, f"{account.records:,} records")
             done = reached
+
+
+def _refuse_long(run: Run, target: Target, writer: TokensWriter) -> None:
+    """Raises: DataError where samples are longer than the target's context: it has no positions for their ends."""
+    limit = target.max_position_embeddings
+    long = {length: count for length, count in writer.by_length.items() if length > limit}
+    if long:
+        raise DataError(
+            f"{sum(long.values()):,} of {sum(writer.by_length.values()):,} samples are longer than {limit:,} tokens; "
+            f"the longest has {max(long):,}",
+            expected=f"at most {limit:,}: max_position_embeddings in {target.path}/config.json",
+            cause=f"data.max_tokens = {run.data.max_tokens:,} is more than the target can read",
+            next=f"{run.command('prepare')} --set data.max_tokens={limit}   # cuts them, as data.too_long says",
+        )
 
 
 def _warn(account: Account, writer: TokensWriter) -> None:

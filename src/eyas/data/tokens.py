@@ -96,6 +96,7 @@ class TokensWriter:
         self._rejected: IO[str] = (self._partial / REJECTED).open("w", encoding="utf-8")
         self.by_split: Counter[str] = Counter()
         self.by_source: dict[str, Counter[str]] = {}
+        self.by_length: Counter[int] = Counter()
 
     def __enter__(self) -> "TokensWriter":
         return self
@@ -114,6 +115,7 @@ class TokensWriter:
         self._tokens_pending += len(sample.token_ids)
         self._ids += f"{sample.id} {sample.split} {sample.source}\n".encode()
         self.by_split[sample.split] += 1
+        self.by_length[len(sample.token_ids)] += 1
         counts = self.by_source.setdefault(sample.source, Counter())
         counts["samples"] += 1
         counts["tokens"] += len(sample.token_ids)

@@ -189,9 +189,12 @@ class StoreReader:
         return counts
 
     def check_target(
-        self, target: Any, aux_layer_ids: Sequence[int], tokenizer_digest: str, template_digest: str
+        self, target: Any, aux_layer_ids: Sequence[int], tokenizer_digest: str, template_digest: str | None
     ) -> None:
         """Refuse a store that doesn't belong to the recipe's target (an eyas.target.Target).
+
+        Args:
+            template_digest: None where the recipe renders nothing itself.
 
         Raises: ManifestMismatch naming the first value that differs, both ways.
         """
@@ -203,7 +206,7 @@ class StoreReader:
             ("target.vocab_size", ours.vocab_size, target.vocab_size),
             ("target.model_digest", ours.model_digest, target.model_digest),
             ("tokenizer_digest", self.manifest.tokenizer_digest, tokenizer_digest),
-            ("template_digest", self.manifest.template_digest, template_digest),
+            *([] if template_digest is None else [("template_digest", self.manifest.template_digest, template_digest)]),
             ("aux_layer_ids", self.manifest.aux_layer_ids, list(aux_layer_ids)),
         ]
         for name, stored, wanted in pairs:
@@ -212,7 +215,9 @@ class StoreReader:
                     f"{self.files.where}: {name} is {stored!r} in the store",
                     expected=f"{wanted!r}, from the recipe (target {target.path})",
                     cause="the store was captured with another target, tokenizer, template or layers",
-                    next="name the right store (--set store.url=DIR), or capture anew: eyas run RECIPE --redo capture",
+                    next="name the right store (--set store.url=DIR), or capture anew: eyas run RECIPE --redo capture"
+                    if name != "aux_layer_ids"
+                    else f"--set drafter.aux_layer_ids='{stored}' to train on these, or capture anew",
                 )
 
     def written(self, split: str | None = None) -> npt.NDArray[np.int64]:

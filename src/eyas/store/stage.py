@@ -31,6 +31,8 @@ def raise_faults(url: str, report: Report, run: Run | None) -> None:
     """
     command = run.command if run else lambda stage, *options: " ".join(["eyas", stage, "RECIPE", *options])
     again, repair_ = command("capture"), command("verify", "--repair")
+    if run is not None and not run.has_own_store:
+        again = f"the same `eyas store import ... {url}`"
     if report.faults:
         shown = "\n  ".join(str(fault) for fault in report.faults[:_FAULTS_SHOWN])
         more = f"\n  and {len(report.faults) - _FAULTS_SHOWN} more" if len(report.faults) > _FAULTS_SHOWN else ""

@@ -13,7 +13,7 @@ rows; gradients are added up, so a step learns the same from the same samples wh
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -260,7 +260,8 @@ class Parallel:
             yield
         except EyasError as error:
             if self._store is not None and not isinstance(error, _LostError | Interrupted):
-                self._store.set(f"fault {self.rank}", error.seen)
+                with suppress(dist.DistError):  # whoever carried the words is gone
+                    self._store.set(f"fault {self.rank}", error.seen)
             raise
         except RuntimeError as error:  # torch has no class of its own for gloo's
             if self.world == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
@@ -269,22 +270,29 @@ class Parallel:
 
     def _lost(self, seen: str) -> "TrainError":
         """The error for a rank that ended or doesn't answer, with what it said last, if anything."""
-        assert self._store is not None
-        self._store.set(f"alive {self.rank}", "")
-        time.sleep(_TELL_S)
-        ranks = range(self.world)
-        faults = [(each, self._store.get(f"fault {each}")) for each in ranks if self._store.check([f"fault {each}"])]
-        silent = [str(each) for each in ranks if not self._store.check([f"alive {each}"])]
-        told = [f"rank {each} stopped: {text.decode()}" for each, text in faults]
-        silent = [each for each in silent if each not in {str(number) for number, _ in faults}]
-        if silent:
-            told.append(f"no word from rank {', '.join(silent)}")
+        try:
+            faults, silent = self._ask_others()
+        except dist.DistError:
+            faults, silent = {}, ["0, which carried the others' words"]
+        told = [f"rank {each} stopped: {text}" for each, text in faults.items()]
+        told += [f"no word from rank {', '.join(silent)}"] if silent else []
         return _LostError(
             f"rank {self.rank} lost the others ({seen})" + "".join(f"\n  {line}" for line in told),
             expected=f"every rank at each step, within train.timeout_s = {self._timeout_s:g} s",
             cause="" if faults else "a process was killed or hangs, or a host or its network is down",
             next="start the same command again: it goes on from the newest checkpoint",
         )
+
+    def _ask_others(self) -> tuple[dict[int, str], list[str]]:
+        """What the ranks that stopped said, and those that neither said so nor are still there."""
+        self._store.set(f"alive {self.rank}", "")
+        time.sleep(_TELL_S)
+        ranks = range(self.world)
+        faults = {each: self._store.get(f"fault {each}").decode() for each in ranks if self._has(f"fault {each}")}
+        return faults, [str(each) for each in ranks if each not in faults and not self._has(f"alive {each}")]
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
 
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor that may lie in shards; all ranks must call."""

@@ -62,7 +62,7 @@ class Trainer:
             target,
             target.aux_layer_ids(run.recipe.drafter.aux_layer_ids),
             target.tokenizer_digest,
-            Tokens(run.tokens_dir).manifest["template_digest"],
+            Tokens(run.tokens_dir).manifest["template_digest"] if run.has_own_store else None,
         )
         self.inputs = inputs | {"store": self.reader.digest}
         parallel.same("recipe, target or store", fs.digest_json(self.inputs))
@@ -74,11 +74,27 @@ class Trainer:
         self.drafter.lm_head.weight.requires_grad_(not self.table.freeze_lm_head)
         parallel.place(self.drafter)
         self.optimizer = make_optimizer(self.drafter, self.table)
+        self._refuse_long()
         self.learner = Learner(parallel, self.drafter, self._loss, self.optimizer, self.table)
         self.watch, self.patience = Watch(self.device), Patience(self.table.patience)
         self.lm_head_draft = self.head.lm_head[self.drafter.draft_ids].to(self.dtype)
         self.embedding = self.head.embedding.to(self.dtype)
         self.schedule = Schedule(self.reader, self.table)
+
+    def _refuse_long(self) -> None:
+        """Raises: TrainError where samples reach beyond the drafter's positions."""
+        limit = self.drafter.config.max_position_embeddings
+        lengths = self.reader.rows.tokens[self.reader.written()]
+        long = lengths[lengths > limit]
+        if len(long):
+            anew = f"{self.run.command('run', '--redo', 'prepare')} --set data.max_tokens={limit}"
+            raise TrainError(
+                f"{self.run.store_url}: {len(long):,} of {len(lengths):,} samples are longer than {limit:,} tokens; "
+                f"the longest has {long.max():,}",
+                expected=f"at most the drafter's max_position_embeddings, {limit:,}",
+                cause="an engine with a longer context than config.json says has captured them",
+                next=anew if self.run.has_own_store else "import the store again without them, or mend config.json",
+            )
 
     def train(self) -> Result:
         """All steps; saves on a signal, at every checkpoint_every-th step and at the end."""
