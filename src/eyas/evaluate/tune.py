@@ -33,6 +33,8 @@ from eyas.progress import duration, say
 from eyas.run import Run
 from eyas.signals import Stop
 
+_LEAST_GAIN = 0.01
+
 
 @dataclass
 class Candidate:
@@ -195,17 +197,23 @@ class _Tuning:
         return sorted(measured, key=lambda one: one.score(first), reverse=True)
 
     def _faster(self, candidate: Candidate) -> bool:
-        """Whether it beats the first configuration by more than twice the noise of both."""
+        """Whether it beats the first configuration by more than thrice the noise of both, and a percent: the best of
+        many looks better than it is, so the round that chose it first doesn't count where there are others."""
         first = self._candidates[0]
-        return candidate.score(first) - 1 > 2 * math.hypot(candidate.noise(), first.noise())
+        ratios = candidate.ratios(first)
+        gain = statistics.fmean(ratios[1:] or ratios) - 1
+        return gain > max(_LEAST_GAIN, 3 * math.hypot(candidate.noise(), first.noise()))
 
     def _round(self, servers: Pool, candidates: Sequence[Candidate]) -> None:
         """Measure each once more, in repeats: one after the other where all servers live at once, else those of one
-        configuration together, what is served now first."""
-        number, self._number = self._number, self._number + 1
+        configuration together. The server that is up comes first, what will go on surely or likely comes last: its
+        server is then up when the next round begins."""
+        number, self._number, first = self._number, self._number + 1, self._candidates[0]
         repeats, room = range(self._run.recipe.serving.repeats), self._run.recipe.serving.servers
-        living = {name: place for place, name in enumerate(reversed(servers.living))}
-        order = sorted(candidates, key=lambda one: living.get(one.name, len(living)))
+        living = servers.living
+        order = sorted(
+            candidates, key=lambda one: (one.name not in living, math.inf if one is first else one.score(first))
+        )
         for one in candidates:
             one.fault = one.fault or self._journal.get({"fault": one.configuration.places}) or ""
         todo = [(repeat, one) for repeat in repeats for one in order]
@@ -216,7 +224,7 @@ class _Tuning:
                 continue
             unit = {"configuration": one.configuration.places, "round": number, "repeat": repeat}
             result = self._journal.get(unit)
-            if result is None and not self._over:
+            if result is None:
                 result = self._visit(servers, order, one, unit)
             if result is not None:
                 self._spent_s, self._visits = self._spent_s + result["seconds"], self._visits + 1
@@ -227,9 +235,11 @@ class _Tuning:
         self, servers: Pool, order: Sequence[Candidate], one: Candidate, unit: dict[str, Any]
     ) -> dict[str, Any] | None:
         """One pass over all sets; None where the time is over, or it can't be served."""
-        if self._visits and self._spent_s + self._spent_s / self._visits > self._budget_s:
+        needed = one is self._candidates[0] and not one.rounds  # the others are told by it
+        if self._visits and self._spent_s + self._spent_s / self._visits > self._budget_s and not self._over:
             self._over = True
             say(f"tune: {duration(self._spent_s)} of {duration(self._budget_s)} are used; no more is begun")
+        if self._over and not needed:
             return None
         began = time.monotonic()
         servers.add({each.name: each.run for each in order})

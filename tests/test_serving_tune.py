@@ -1,0 +1,188 @@
+"""Successive halving over configurations whose rates are known: servers are pretended, the clock is not looked at."""
+
+import itertools
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers_export import make_run
+
+from eyas.engine.choices import Choices, load_choices
+from eyas.engine.profile import load_profile
+from eyas.errors import EngineError, Interrupted
+from eyas.evaluate import tune as module
+from eyas.evaluate.tune import Tuned, tune
+from eyas.run import Run
+from eyas.signals import Stop
+
+FLAG = "--num-continuous-decode-steps"
+
+
+@dataclass
+class Living:
+    text: str
+
+    def alive(self) -> bool:
+        return True
+
+
+@dataclass
+class Passed:
+    world: "Pretended"
+    text: str
+
+    def figures(self) -> dict[str, Any]:
+        return self.world.figures(self.text)
+
+
+class Pretended:
+    """Servers and passes of known rates, drifting from round to round, with noise of 1%.
+
+    Attributes:
+        rates: text of a configuration -> tokens/s; others have 100.
+        broken: texts of configurations whose server can't be started.
+        starts: how often each was started.
+        asked: names of the servers asked, in order.
+        stop_after: passes until a signal comes.
+    """
+
+    def __init__(self, rates: dict[str, float], broken: tuple[str, ...] = (), stop_after: int = 0) -> None:
+        self.rates, self.broken, self.stop_after = rates, broken, stop_after
+        self.starts: Counter[str] = Counter()
+        self.asked: list[str] = []
+        self.random = np.random.default_rng(0)
+
+    def text(self, run: Run) -> str:
+        return load_profile(run.recipe.engine.profile).about.partition("; ")[2]
+
+    def start(self, run: Run) -> Any:
+        text = self.text(run)
+        if text in self.broken:
+            raise EngineError(f"{text} ended by itself")
+        self.starts[text] += 1
+        return Living(text)
+
+    def figures(self, text: str) -> dict[str, Any]:
+        self.asked.append(text)
+        if self.stop_after and len(self.asked) > self.stop_after:
+            raise Interrupted(2, "stopped", next="again")
+        drift = 1 - 0.1 * len(self.asked) / 100  # a machine that gets slower all the time
+        rate = self.rates.get(text, 100.0) * drift * (1 + 0.01 * self.random.standard_normal())
+        told = {"tokens": 1000, "wall_s": 1000 / rate, "first_token_s": {}, "tokens_per_s_per_stream": rate}
+        return told | {"accepted_at": [50, 20], "verifications": 100}
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path, tiny_target: Path) -> Run:
+    made = make_run(tmp_path, tiny_target, '[serving]\nkind = "sglang"\nprompts = ["p.jsonl"]\nrepeats = 2')
+    (tmp_path / "p.jsonl").write_text('{"id": "0", "prompt": "hello"}\n')
+    made.export_dir.mkdir(parents=True)
+    (made.export_dir / "config.json").write_text("{}")
+    return made
+
+
+@pytest.fixture
+def go(tiny_run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def start(
+        world: Pretended, choices: Choices, *, minutes: float = 1e6, most: int = 99, servers: int = 1, pass_s: float = 0
+    ) -> Tuned:
+        clock = itertools.count(0.0, pass_s)
+        monkeypatch.setattr("eyas.evaluate.pool.start_server", lambda run, *, stop: world.start(run))
+        monkeypatch.setattr("eyas.evaluate.pool.stop_server", lambda run: [])
+        monkeypatch.setattr(module, "load_state", lambda run: None)
+        monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(module.Bench, "warm_up", lambda *_: True)
+        monkeypatch.setattr(module.Bench, "measure", lambda bench, state, *_: Passed(world, state.text))
+        table = tiny_run.recipe.serving.model_copy(update={"servers": servers})
+        run = Run(tiny_run.recipe.model_copy(update={"serving": table}), "run")
+        return tune(run, choices, minutes=minutes, streams=0, most=most, stop=Stop())
+
+    return start
+
+
+def choices(tmp_path: Path, text: str) -> Choices:
+    path = tmp_path / "own.toml"
+    path.write_text('about = "mine"\n' + text)
+    return load_choices(str(path))
+
+
+DRAFTS = "[[choices]]\ndrafter = [{ drafts = 3 }, { drafts = 2 }, { drafts = 4 }, { drafts = 5 }, { drafts = 6 }, "
+DRAFTS += '{ drafts = 7 }]\nreason = "r"\n'
+
+
+def test_the_fastest_wins_and_is_written_with_its_evidence(go: Any, tmp_path: Path) -> None:
+    world = Pretended({"drafts 5": 130.0, "drafts 4": 120.0})
+    tuned = go(world, choices(tmp_path, DRAFTS))
+    assert tuned.best.configuration.text == "drafts 5" and not tuned.evidence["kept_first"]
+    profile = load_profile(str(tuned.path))
+    assert profile.drafter is not None and profile.drafter.drafts == 5
+    listed = profile.evidence["configurations"]
+    assert [one["settings"] for one in listed[:2]] == ["drafts 5", "drafts 4"]
+    assert listed[0]["of_first"] == pytest.approx(1.3, abs=0.02), "what drifts is taken out"
+    assert [one["rounds"] for one in listed[:2]] == [4, 3], "five others, then three, two, one"
+    assert next(one["rounds"] for one in listed if one["settings"] == "drafts 3") == 4, "the first with each"
+    assert tomllib.loads(tuned.path.read_text())["evidence"]["best"] == "drafts 5"
+
+
+def test_noise_alone_changes_nothing(go: Any, tmp_path: Path) -> None:
+    tuned = go(Pretended({"drafts 6": 100.4}), choices(tmp_path, DRAFTS))
+    assert tuned.evidence["kept_first"] and tuned.best.configuration.text == "drafts 3"
+
+
+def test_servers_that_live_together_are_asked_in_turn_and_started_once(go: Any, tmp_path: Path) -> None:
+    world = Pretended({"drafts 5": 130.0})
+    go(world, choices(tmp_path, DRAFTS), servers=6)
+    assert set(world.starts.values()) == {1}
+    assert Counter(world.asked[:6]) == Counter(world.asked[6:12]) and len(set(world.asked[:6])) == 6
+
+
+def test_a_configuration_that_is_up_is_measured_before_another_is_started(go: Any, tmp_path: Path) -> None:
+    world = Pretended({"drafts 5": 130.0})
+    go(world, choices(tmp_path, DRAFTS))
+    assert sum(world.starts.values()) == 6 + 4 + 3 + 2 - 3, "each round begins with the last one's server"
+
+
+def test_a_call_that_was_stopped_goes_on(go: Any, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        go(Pretended({"drafts 5": 130.0}, stop_after=7), choices(tmp_path, DRAFTS))
+    world = Pretended({"drafts 5": 130.0})
+    tuned = go(world, choices(tmp_path, DRAFTS))
+    whole = Pretended({"drafts 5": 130.0})
+    assert tuned.best.configuration.text == "drafts 5"
+    assert sum(len(rates) for one in tuned.candidates for rates in one.rounds.values()) == len(world.asked) + 7
+    again = go(whole, choices(tmp_path, DRAFTS))
+    assert not whole.asked, "all is in the journal"
+    assert again.evidence["configurations"] == tuned.evidence["configurations"]
+
+
+def test_the_time_is_kept_and_more_minutes_go_further(go: Any, tmp_path: Path) -> None:
+    """One pass takes a minute here."""
+    world = Pretended({"drafts 5": 130.0})
+    tuned = go(world, choices(tmp_path, DRAFTS), minutes=5, pass_s=60)
+    assert len(world.asked) == 6, "the first configuration's pass is made all the same: others are told by it"
+    assert {"settings": "drafts 7", "fault": "not tried: the time was over"} in tuned.evidence["configurations"]
+    further = Pretended({"drafts 5": 130.0})
+    tuned = go(further, choices(tmp_path, DRAFTS), minutes=200, pass_s=60)
+    assert tuned.best.configuration.text == "drafts 5" and len(further.asked) > 10
+
+
+def test_what_cannot_be_served_is_left_out_with_its_reason(go: Any, tmp_path: Path) -> None:
+    world = Pretended({"drafts 5": 130.0}, broken=("drafts 4",))
+    tuned = go(world, choices(tmp_path, DRAFTS))
+    assert tuned.best.configuration.text == "drafts 5"
+    assert {"settings": "drafts 4", "fault": "drafts 4 ended by itself"} in tuned.evidence["configurations"]
+    with pytest.raises(EngineError, match="drafts 3: it can't be served"):
+        go(Pretended({}, broken=("drafts 3",)), choices(tmp_path, DRAFTS.replace("drafts = 7", "drafts = 8")))
+
+
+def test_single_changes_are_put_together(go: Any, tmp_path: Path) -> None:
+    text = DRAFTS + f'[[choices]]\nflag = "{FLAG}"\nvalues = ["", "2", "4"]\nreason = "r"\n'
+    both = f"drafts 5, {FLAG} 2"
+    world = Pretended({"drafts 5": 120.0, f"drafts 3, {FLAG} 2": 110.0, both: 132.0})
+    tuned = go(world, choices(tmp_path, text), most=5)
+    assert tuned.best.configuration.text == both
+    assert f"drafts 5, {FLAG} 4" not in world.starts
