@@ -110,9 +110,11 @@ def load_state(run: Run) -> ServerState | None:
 def read_state(path: Path) -> ServerState | None:
     """A server.json; None where there is none."""
     try:
-        return ServerState(**json.loads(path.read_text(encoding="utf-8")))
+        state = ServerState(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    state.layers = {name: state.layers[name] for name in LAYERS if name in state.layers}  # JSON has them by name
+    return state
 
 
 def save_state(run: Run, state: ServerState) -> None:

@@ -72,7 +72,7 @@ def doctor_lines(run: Run) -> tuple[list[str], bool]:
     if state is not None and state.alive():
         evidence = examine_server(state, state.next_layer)
         found = findings(evidence)
-        verdict = finding_lines(found) or [f"cause     none of the known ones fits; the server is {_condition(state)}"]
+        verdict = finding_lines(found) or [f"cause     none of the known ones; the server is {_condition(state)}"]
         return status_lines(run)[:1] + evidence_lines(evidence) + verdict, not found
     lines = [] if state is None else status_lines(run)[:1]
     died = state is not None and not state.stopped
@@ -82,8 +82,8 @@ def doctor_lines(run: Run) -> tuple[list[str], bool]:
     lines.append("preflight checks what would stop a start")
     wrong = list(faults(run))
     for error in wrong:
-        lines += [f"cause     {error.seen}", f"  seen    expected: {error.expected}" if error.expected else ""]
-        lines += [f"  because {error.cause}" if error.cause else "", f"  next    {error.next}" if error.next else ""]
+        parts = ("cause     ", error.seen), ("  wanted  ", error.expected), ("  because ", error.cause)
+        lines += [label + text for label, text in (*parts, ("  next    ", error.next)) if text]
     if not wrong:
         lines.append(f"          nothing found; next: {run.command('serve start')}")
     return [line for line in lines if line], not wrong and not died
