@@ -222,6 +222,11 @@ class Capture(Table):
     spot_check: int = Field(
         2, ge=0, description="Samples of each shard whose final states are checked against the server's own logprobs."
     )
+    check_middle: bool = Field(
+        False,
+        description="A server's self-test looks at the middle aux layer as well: all layers between the first and it "
+        "are read from the checkpoint and run on the CPU.",
+    )
     attempts: int = Field(5, ge=1, description="How often one sample is asked for before it is given up.")
 
 

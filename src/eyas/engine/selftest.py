@@ -28,6 +28,8 @@ from eyas.errors import EngineError
 from eyas.tap.ring import Ring
 from eyas.target import Target
 
+_CPU = torch.device("cpu")  # the engine has taken the GPU
+
 
 @dataclass(frozen=True)
 class SelfTest:
@@ -76,7 +78,6 @@ def self_test(
     connect: Callable[[], EngineClient],
     ring_path: str,
     *,
-    device: str = "cpu",
     middle: bool = False,
     watch: Callable[[], None] = lambda: None,
 ) -> SelfTest:
@@ -86,7 +87,6 @@ def self_test(
         aux_layer_ids: what the server is believed to send.
         dtype: number type the server runs in: float32, bfloat16 or float16.
         connect: makes a client of the server.
-        device: where the checkpoint's layers are run.
         middle: check the middle layer as well.
         watch: called a few times a second while waiting; raises to give up (the server's process ended, a signal).
     Raises: EngineError with both values where states are not what they should be, or none came.
@@ -116,7 +116,7 @@ def self_test(
             error = max(_check_final(head, canary, encodings[1]) for canary in (long_one, short_one))
         except Unchecked as reason:
             unchecked["final"] = str(reason)
-        checks = _check_aux(target, aux_layer_ids, long_one, torch.device(device), limit, middle, unchecked)
+        checks = _check_aux(target, aux_layer_ids, long_one, limit, middle, unchecked)
     return SelfTest(
         version=facts.version,
         dtype=dtype,
@@ -183,7 +183,6 @@ def _check_aux(
     target: Target,
     ids: Sequence[int],
     canary: Canary,
-    device: torch.device,
     limit: float,
     middle: bool,
     unchecked: dict[str, str],
@@ -194,11 +193,11 @@ def _check_aux(
     aux, final = canary.aux[rows], canary.final[rows]
     token_ids = canary.token_ids[:count]
     steps: list[tuple[str, Callable[[], AuxCheck]]] = [
-        (f"aux layer {ids[0]}", lambda: _check_first(target, ids[0], aux[:, 0], token_ids, device, limit)),
-        (f"aux layer {ids[-1]}", lambda: _check_last(target, ids[-1], aux[:, -1], final, device, limit)),
+        (f"aux layer {ids[0]}", lambda: _check_first(target, ids[0], aux[:, 0], token_ids, limit)),
+        (f"aux layer {ids[-1]}", lambda: _check_last(target, ids[-1], aux[:, -1], final, limit)),
     ]
     if middle:
-        steps.append((f"aux layer {ids[1]}", lambda: _check_middle(target, ids, aux, device, limit)))
+        steps.append((f"aux layer {ids[1]}", lambda: _check_middle(target, ids, aux, limit)))
     for name, step in steps:
         try:
             check = step()
@@ -218,18 +217,16 @@ def _check_aux(
     return checks
 
 
-def _check_first(
-    target: Target, layer: int, aux: Tensor, token_ids: list[int], device: torch.device, limit: float
-) -> AuxCheck:
-    part = PartialDecoder(target, 0, layer + 1, device)
+def _check_first(target: Target, layer: int, aux: Tensor, token_ids: list[int], limit: float) -> AuxCheck:
+    part = PartialDecoder(target, 0, layer + 1, _CPU)
     entering = part.run(embeddings(target, token_ids)).entering
     near = {other: cosine(aux, entering[other]) for other in (layer - 1, layer, layer + 1) if other in entering}
     return judge(layer, f"the embeddings through {layer} layers", near, target, limit)
 
 
-def _check_last(target: Target, layer: int, aux: Tensor, final: Tensor, device: torch.device, limit: float) -> AuxCheck:
+def _check_last(target: Target, layer: int, aux: Tensor, final: Tensor, limit: float) -> AuxCheck:
     count = target.num_layers
-    part, near = PartialDecoder(target, max(layer - 1, 0), count, device), {}
+    part, near = PartialDecoder(target, max(layer - 1, 0), count, _CPU), {}
     for other in range(max(layer - 1, 0), layer + 2):
         ends = part.run(aux, other).final
         assert ends is not None
@@ -237,8 +234,8 @@ def _check_last(target: Target, layer: int, aux: Tensor, final: Tensor, device: 
     return judge(layer, f"through {count - layer} layers and the norm to the final states", near, target, limit)
 
 
-def _check_middle(target: Target, ids: Sequence[int], aux: Tensor, device: torch.device, limit: float) -> AuxCheck:
+def _check_middle(target: Target, ids: Sequence[int], aux: Tensor, limit: float) -> AuxCheck:
     first, layer = ids[0], ids[1]
-    entering = PartialDecoder(target, first, layer + 1, device).run(aux[:, 0]).entering
+    entering = PartialDecoder(target, first, layer + 1, _CPU).run(aux[:, 0]).entering
     near = {other: cosine(aux[:, 1], entering[other]) for other in (layer - 1, layer, layer + 1) if other in entering}
     return judge(layer, f"aux layer {first} through {layer - first} layers", near, target, limit)
