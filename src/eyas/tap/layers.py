@@ -5,9 +5,9 @@ models keep exactly these numbers in `layers_to_capture`, and every one collects
 is what their setters make of what they are given (read in 0.5.11 to 0.5.23, `sglang/srt/models/`):
 
 - `set_eagle3_layers_to_capture(ids)` adds 1 (llama.py, qwen2.py, qwen3.py, qwen2_moe.py, qwen3_moe.py and others);
-- in deepseek_v2.py (and kimi_k25.py, which asks it) it adds 1 up to 0.5.12, from 0.5.13 only if ids[0] == 1; in
-  gpt_oss.py from 0.5.17 it adds nothing if max(ids) is the number of layers;
-- `set_dflash_layers_to_capture(ids)` adds 1 in these three, in all versions, so they are set through it;
+- in deepseek_v2.py (which kimi_k25.py asks) and glm4_moe_lite.py it adds 1 up to 0.5.12, from 0.5.13 only where ids[0]
+  is 1; in gpt_oss.py from 0.5.17 it adds nothing where max(ids) is the number of layers;
+- `set_dflash_layers_to_capture(ids)` adds 1 in these four, in all versions, so they are set through it;
 - in a few others it adds nothing (0.5.23: beam.py, muse_glimmer.py) or keeps its numbers elsewhere (inkling.py): what
   is read back differs there, and the tap refuses.
 
@@ -24,8 +24,13 @@ from .block import AUX_LAYERS
 from .events import Refused
 
 _EAGLE3, _DFLASH = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"
-_SET_BY_DFLASH = {"DeepseekV2ForCausalLM", "KimiK25ForConditionalGeneration", "GptOssForCausalLM"}
-# Their layers add a residual within, so that what they collect isn't the stream (SGLang PR #39286, open at 0.5.23).
+_SET_BY_DFLASH = {
+    "DeepseekV2ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "GptOssForCausalLM",
+    "KimiK25ForConditionalGeneration",
+}
+# What they collect isn't the stream (SGLang PR #39286, open at 0.5.23).
 _WRONG = ("Gemma3", "Gemma4")
 
 

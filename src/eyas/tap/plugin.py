@@ -82,13 +82,13 @@ def install(tap: Tap) -> None:
         input_ids: Any,
         hidden_states: Any,
         lm_head: Any,
-        metadata: Any,
+        logits_metadata: Any,
         aux_hidden_states: Any = None,
         *more: Any,
         **named: Any,
     ) -> Any:
         tap.before_logits(input_ids, hidden_states, aux_hidden_states)
-        return logits(self, input_ids, hidden_states, lm_head, metadata, aux_hidden_states, *more, **named)
+        return logits(self, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, *more, **named)
 
     ModelRunner.load_model, ModelRunner.forward = load_model, run_forward
     ForwardBatch.init_new = classmethod(new_batch)
