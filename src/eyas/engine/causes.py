@@ -139,6 +139,8 @@ def _collective(evidence: Evidence) -> str:
     if int(evidence.flags.get("tp_size") or 1) < 2:
         return ""
     seen = _in_stack(evidence, _COLLECTIVE)
+    if seen and evidence.links and not any(link.startswith("NV") for link in evidence.links):
+        seen += f"; GPUs are connected by PCIe only ({', '.join(sorted(evidence.links))})"
     if seen and evidence.iommu:
         seen += "; an IOMMU translates the GPUs' accesses (/sys/kernel/iommu_groups: DMA)"
     return seen
@@ -205,10 +207,14 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "the machine's memory is too small",
         False,
-        lambda evidence: (
-            _logged(r"MemoryError|Cannot allocate memory|can't allocate memory")(evidence) or _killed(evidence)
-        ),
-        "dmesg | grep -i oom   # says if the kernel ended it; lower capture.ring_bytes or --max-total-tokens",
+        _logged(r"MemoryError|Cannot allocate memory|can't allocate memory|Killed process \d+|oom-kill"),
+        "lower capture.ring_bytes or --max-total-tokens, or end what else runs",
+    ),
+    Cause(
+        "it was ended by SIGKILL: by the kernel, out of memory, or by somebody",
+        False,
+        _killed,
+        "dmesg | grep -i oom   # says if it was the kernel",
     ),
     Cause(
         "/dev/shm is too small",

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from eyas.engine.gpu import Gpu, gpus
+from eyas.engine.gpu import Gpu, gpus, links
 from eyas.errors import EngineError
 
 _SAMPLE_S = 1.5
@@ -70,6 +70,7 @@ class Evidence:
         log: its last lines; `log_age_s`: seconds since the last one was written.
         stacks_note: why there are no stacks.
         listening: TCP ports that its processes listen on.
+        links: how GPUs are connected: NV4 and the like is NVLink, the rest PCIe.
         model_fs: type of the file system that the model lies on.
         iommu: GPUs' peer-to-peer traffic is translated by an IOMMU.
         flags: tp_size, pp_size, nnodes and device as started; absent ones are not known.
@@ -86,6 +87,7 @@ class Evidence:
     listening: tuple[int, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     gpu_note: str = ""
+    links: frozenset[str] = frozenset()
     builders: tuple[str, ...] = ()
     model_path: str = ""
     model_fs: str = ""
@@ -114,9 +116,10 @@ def examine(
     spy = find_py_spy(engine_python)
     members = [found for one in processes if (found := _member(one, before[one.pid], passed, spy)) is not None]
     note = "" if any(member.stacks for member in members) or not members else _why_no_stacks(spy)
-    gpu_note, cards = "", []
+    gpu_note, cards, connected = "", list[Gpu](), set[str]()
     try:
         cards = gpus()
+        connected = links() if len(cards) > 1 else connected
     except EngineError as error:
         gpu_note = error.seen
     return Evidence(
@@ -130,6 +133,7 @@ def examine(
         listening=_ports({member.pid for member in members}),
         gpus=tuple(cards),
         gpu_note=gpu_note,
+        links=frozenset(connected),
         builders=tuple(member.name for member in members if member.name in _BUILDERS),
         model_path=model_path,
         model_fs=file_system(Path(model_path)) if model_path else "",

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from eyas.errors import EngineError
 _GPU_KEYS = "index,uuid,name,memory.total,memory.used,utilization.gpu,compute_cap"
 _APP_KEYS = "gpu_uuid,pid,used_memory"
 _PATIENCE_S = 20
+_LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS")
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,24 @@ def visible(found: list[Gpu], env: Mapping[str, str]) -> list[Gpu]:
     return [gpu for word in wanted for gpu in found if word == str(gpu.index) or gpu.uuid.startswith(word)]
 
 
+def links() -> set[str]:
+    """How GPUs are connected, by `nvidia-smi topo -m`: NV4 and the like is NVLink, PIX to SYS is PCIe."""
+    rows = [line.split() for line in _run("topo", "-m").splitlines() if line.startswith("GPU")]
+    return {cell for row in rows for cell in row[1:] if _LINK.fullmatch(cell)}
+
+
 def _ask(query: str, keys: str) -> list[list[str]]:
+    width = len(keys.split(","))
+    rows = csv.reader(_run(f"{query}={keys}", "--format=csv,noheader,nounits").splitlines())
+    return [[cell.strip() for cell in row] for row in rows if len(row) == width]
+
+
+def _run(*words: str) -> str:
+    """What nvidia-smi says; nothing where it is missing or finds no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
-    command = [program, f"{query}={keys}", "--format=csv,noheader,nounits"]
+        return ""
+    command = [program, *words]
     try:
         asked = subprocess.run(
             command, capture_output=True, text=True, timeout=_PATIENCE_S, env=os.environ | {"LC_ALL": "C"}
@@ -82,11 +97,7 @@ def _ask(query: str, keys: str) -> list[list[str]]:
             cause="the GPU driver hangs, often after a GPU fell off the bus",
             next="look at the kernel's log: dmesg | grep -i -e nvrm -e xid",
         ) from None
-    if asked.returncode != 0:
-        return []
-    width = len(keys.split(","))
-    rows = [[cell.strip() for cell in row] for row in csv.reader(asked.stdout.splitlines())]
-    return [row for row in rows if len(row) == width]
+    return asked.stdout if asked.returncode == 0 else ""
 
 
 def _number(text: str) -> int:

@@ -6,6 +6,7 @@ that a kill of Eyas at any moment leaves nothing that the next command doesn't f
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import time
@@ -32,6 +33,7 @@ from eyas.run import Run, save_recipe
 from eyas.signals import Stop
 from eyas.tap.ring import Ring
 
+_PORTS = range(20000, 30000)
 _STOP_PATIENCE_S = 30.0
 _TAP_PATIENCE_S = 30.0
 
@@ -297,8 +299,8 @@ def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[
 
 def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) -> bool:
     """Run the self-test and keep its figures. Raises EngineError where it fails."""
-    dtype = facts.run.recipe.engine.dtype
-    passed = self_test(facts.target, state.aux_layer_ids, dtype, state.client, state.ring, watch=watch)
+    dtype, middle = facts.run.recipe.engine.dtype, facts.run.recipe.capture.check_middle
+    passed = self_test(facts.target, state.aux_layer_ids, dtype, state.client, state.ring, middle=middle, watch=watch)
     state.self_test = passed.figures()
     for line in passed.lines():
         say(f"serve: self-test: {line}")
@@ -306,6 +308,15 @@ def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) ->
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
-        return int(free.getsockname()[1])
+    """A port that nobody listens on, below those that the system deals out (from 32768 on Linux): another program's
+    connection can't take it meanwhile, and SGLang adds 10000 to it for a port of its own (0.5.14: "SGLANG_GRPC_PORT
+    (70927) must be between 1 and 65535")."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind((host, port))
+            return port
+    raise EngineError(
+        f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on {host}",
+        cause="engine.host is no address of this machine, or thousands of servers run",
+        next="name one: --set engine.port=PORT",
+    )
