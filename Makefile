@@ -4,7 +4,8 @@
 #   make test                     lint, types and all tests
 #   make check                    lint and types only
 #   make engine-vllm              vLLM for CPU in an environment of its own, outside the clone (610 MB downloaded, once)
-#   make test-engines             tests against that vLLM, on the demo's target
+#   make engine-sglang            SGLang in an environment of its own, outside the clone (11 GB on disk, once)
+#   make test-engines             tests against those two engines, on the demo's target
 #   make test-browser             the report in Debian's Chromium (installed where it is missing)
 #   make test-lossless            speculation changes no token on all 64 held-out prompts (needs the demo's run, makes it)
 #   make test-gpu                 tests that need CUDA
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-engines test-browser test-lossless test-gpu check fix crash engine-vllm clean
+.PHONY: demo test test-engines test-browser test-lossless test-gpu check fix crash engine-vllm engine-sglang clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/smollm2/make_target.py
@@ -48,9 +49,14 @@ fix: $(VENV)/.dev
 engine-vllm:
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/engines/vllm_venv.sh
 
+engine-sglang:
+	PYTHON="$(PYTHON)" bash tests/engines/sglang_venv.sh
+
+# PYTHON is passed on: tests ask sglang_venv.sh for the environment that this Python made.
 test-engines: $(VENV)/.dev
 	venv=$$(PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/engines/vllm_venv.sh) && \
-	EYAS_VLLM_VENV="$$venv" $(BIN)/python -m pytest -s tests/engines
+	PYTHON="$(PYTHON)" bash tests/engines/sglang_venv.sh && \
+	PYTHON="$(PYTHON)" EYAS_VLLM_VENV="$$venv" $(BIN)/python -m pytest -s tests/engines
 
 test-lossless: $(VENV)/.dev demo
 	$(BIN)/python tests/lossless.py runs/demo
