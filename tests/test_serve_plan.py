@@ -1,4 +1,4 @@
-"""`eyas plan` with a server: its command line, shared memory, every shortfall; and a Kimi-K2.5 folder on its way there."""
+"""`eyas plan` with a server: its command line, shared memory, every shortfall; and a Kimi-K2.5 folder up to it."""
 
 import json
 import shlex
