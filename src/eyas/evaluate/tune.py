@@ -3,7 +3,8 @@
 Every round measures each configuration that is left, in turn, and keeps the better half; so the passes of one lie apart
 in time, and more of them go to those that matter. The first configuration, what is served without tuning, is measured
 in every round: a configuration's score is its rate as a share of the first one's in the same round, which takes out
-what changes from round to round. It has to be beaten by more than noise, else it stays.
+what changes from round to round. In a last round, of the best and the first alone, the first has to be beaten by more
+than noise, else it stays.
 
 Every pass is kept in tune/journal.jsonl: a call that was stopped goes on, one with more minutes goes further.
 """
@@ -67,16 +68,11 @@ class Candidate:
     def score(self, first: "Candidate") -> float:
         return statistics.fmean(self.ratios(first)) if self.ratios(first) else 0.0
 
-    def noise(self) -> float:
-        """Standard error of its rate, as a share of it: passes of one round differ by chance alone."""
-        parts = [rates for rates in self.rounds.values() if len(rates) > 1]
-        if not parts:
-            return 0.0
-        shares = [rate / statistics.fmean(rates) - 1 for rates in parts for rate in rates]
-        spread = math.sqrt(math.fsum(share * share for share in shares) / (len(shares) - len(parts)))
-        return spread / math.sqrt(sum(len(rates) for rates in self.rounds.values()))
+    @property
+    def passes(self) -> int:
+        return sum(len(rates) for rates in self.rounds.values())
 
-    def as_json(self, first: "Candidate") -> dict[str, Any]:
+    def as_json(self, first: "Candidate", noise: float) -> dict[str, Any]:
         rates = [rate for each in self.rounds.values() for rate in each]
         told: dict[str, Any] = {"settings": self.configuration.text}
         if self.fault:
@@ -88,10 +84,10 @@ class Candidate:
             "tokens_per_s": round(statistics.fmean(rates), 2),
             "low": round(min(rates), 2),
             "high": round(max(rates), 2),
-            "passes": len(rates),
+            "passes": self.passes,
             "rounds": len(self.rounds),
             "of_first": round(self.score(first), 4),
-            "noise": round(self.noise(), 4),
+            "noise": round(noise / math.sqrt(len(rates)), 4),
             "acceptance_length": round(acceptance.length, 4) if acceptance else 0.0,
         }
 
@@ -142,23 +138,26 @@ class _Tuning:
             raise RecipeError(
                 f"the first values of {choices.name} are nothing that {self._kind} serves", next="mend its first choice"
             )
+        if len(self._candidates) < 2:
+            raise RecipeError(f"{choices.name} leaves one configuration", expected="several, to choose from")
         self._spent_s, self._visits = 0.0, 0
         self._number, self._over = 0, False
 
     def go(self) -> Tuned:
         first = self._candidates[0]
         with pool({}, self._run.recipe.serving.servers, self._stop) as servers:
-            ranked = self._halve(servers, self._candidates[1:])
+            left = self._halve(servers, self._candidates[1:])
             if not self._complete and not self._over:
-                better = [one for one in self._ranked(self._candidates[1:]) if one.score(first) > 1 + one.noise()]
+                better = [one for one in self._ranked(self._candidates[1:]) if one.score(first) > 1 + self._noise()]
                 together = combine(self._choices, [one.configuration for one in better])
                 known = {one.configuration for one in self._candidates}
                 if together not in known and (made := self._candidate(together)):
                     say(f"tune: the best changes together: {together.text}")
                     self._candidates.append(made)
-                    ranked = self._halve(servers, [made, *ranked[:1]])
-        best = ranked[0] if ranked and self._faster(ranked[0]) else first
-        return self._write(best)
+                    left = self._halve(servers, [made, *left[:1]])
+            if left and not self._over:
+                self._round(servers, [first, left[0]], confirm=True)
+        return self._write(left[0] if left and self._faster(left[0]) else first)
 
     def _candidate(self, configuration: Configuration) -> Candidate | None:
         """None, which is said, where the engine has no such drafter settings."""
@@ -176,7 +175,7 @@ class _Tuning:
     def _halve(self, servers: Pool, left: Sequence[Candidate]) -> list[Candidate]:
         """Measure, keep the better half, until one is left or the time is over; those left, the fastest first."""
         first = self._candidates[0]
-        while True:
+        while left and not self._over:
             self._round(servers, [first, *left])
             if first.fault:
                 raise EngineError(
@@ -185,10 +184,11 @@ class _Tuning:
                     next=f"mend [serving], then: {self._run.command('tune', '--redo')}",
                 )
             ranked = self._ranked(left)
-            if self._over or len(left) <= 1:
-                return ranked
-            left = ranked[: math.ceil(len(ranked) / 2)]
+            left = ranked if self._over else ranked[: math.ceil(len(ranked) / 2)]
+            if len(left) <= 1:
+                break
             say(f"tune: left: {'; '.join(one.configuration.text for one in left)}")
+        return list(left)
 
     def _ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those that were measured, the fastest first."""
@@ -196,20 +196,30 @@ class _Tuning:
         measured = [one for one in candidates if one.rounds and not one.fault]
         return sorted(measured, key=lambda one: one.score(first), reverse=True)
 
-    def _faster(self, candidate: Candidate) -> bool:
-        """Whether it beats the first configuration by more than thrice the noise of both, and a percent: the best of
-        many looks better than it is, so the round that chose it first doesn't count where there are others."""
-        first = self._candidates[0]
-        ratios = candidate.ratios(first)
-        gain = statistics.fmean(ratios[1:] or ratios) - 1
-        return gain > max(_LEAST_GAIN, 3 * math.hypot(candidate.noise(), first.noise()))
+    def _noise(self) -> float:
+        """Standard deviation of a pass, a share of its rate: passes of one server in one round differ by chance."""
+        parts = [rates for one in self._candidates for rates in one.rounds.values() if len(rates) > 1]
+        shares = [rate / statistics.fmean(rates) - 1 for rates in parts for rate in rates]
+        return math.sqrt(math.fsum(share * share for share in shares) / (len(shares) - len(parts))) if parts else 0.0
 
-    def _round(self, servers: Pool, candidates: Sequence[Candidate]) -> None:
+    def _faster(self, candidate: Candidate) -> bool:
+        """Whether it beats the first configuration by more than thrice the noise, and a percent. The best of many looks
+        better than it is: the last round, after all choosing, decides alone."""
+        first = self._candidates[0]
+        last = max(candidate.rounds.keys() & first.rounds.keys(), default=None)
+        if last is None:
+            return False
+        ours, firsts = candidate.rounds[last], first.rounds[last]
+        chance = self._noise() * math.sqrt(1 / len(ours) + 1 / len(firsts))
+        return statistics.fmean(ours) / statistics.fmean(firsts) - 1 > max(_LEAST_GAIN, 3 * chance)
+
+    def _round(self, servers: Pool, candidates: Sequence[Candidate], confirm: bool = False) -> None:
         """Measure each once more, in repeats: one after the other where all servers live at once, else those of one
         configuration together. The server that is up comes first, what will go on surely or likely comes last: its
-        server is then up when the next round begins."""
+        server is then up when the next round begins. To confirm, twice as many repeats are made."""
         number, self._number, first = self._number, self._number + 1, self._candidates[0]
-        repeats, room = range(self._run.recipe.serving.repeats), self._run.recipe.serving.servers
+        table = self._run.recipe.serving
+        repeats, room = range(2 * table.repeats if confirm else table.repeats), table.servers
         living = servers.living
         order = sorted(
             candidates, key=lambda one: (one.name not in living, math.inf if one is first else one.score(first))
@@ -288,7 +298,7 @@ class _Tuning:
             "rounds": self._number,
             "best": best.configuration.text,
             "kept_first": best is first,
-            "configurations": [one.as_json(first) for one in ranked],
+            "configurations": [one.as_json(first, self._noise()) for one in ranked],
         }
         content = profile_of(self._base, self._choices, best.configuration, self._kind)
         path = tuned_profile(self._run, self._kind)
