@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
 from eyas.engine import evidence as gathering
 from eyas.engine import gpu
@@ -227,9 +228,11 @@ def test_a_healthy_loading_server_has_no_cause() -> None:
     assert findings(Evidence(layer="weights loaded", members=(works,), model_fs="ext4", gpus=(BLACKWELL,))) == []
 
 
-def test_every_cause_has_a_next_step() -> None:
+def test_every_cause_has_a_next_step_and_stands_in_the_docs() -> None:
     names = [cause.name for cause in CAUSES]
     assert len(set(names)) == len(names) and all(cause.next for cause in CAUSES)
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in (ROOT / "docs/serve.md").read_text().splitlines()]
+    assert [row for row in rows if row in names] == names
 
 
 def test_the_end_of_a_log_with_progress_bars(tmp_path: Path) -> None:
