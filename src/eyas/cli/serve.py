@@ -135,7 +135,8 @@ def profiles(
         )
         for flag in profile.flags:
             span = f" from {flag.since}" if flag.since else f" before {flag.before}" if flag.before else ""
-            print(f"  {flag.flag}{' ' + flag.value if flag.value else ''}{span}")
+            kind = " (vLLM)" if flag.engine == "vllm" else ""
+            print(f"  {flag.flag}{' ' + flag.value if flag.value else ''}{span}{kind}")
             print(f"      {flag.reason}")
         for variable in profile.env:
             print(f"  {variable.name}={variable.value}")
