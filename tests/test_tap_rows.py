@@ -1,6 +1,7 @@
 """Which rows of a batch are kept, how they are gathered, cut and sent: on plain objects in place of SGLang's."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from eyas.tap.encode import encode
 from eyas.tap.events import Events, Refused
-from eyas.tap.ring import Layout, Ring
+from eyas.tap.ring import Layout, Ring, least_capacity
 from eyas.tap.send import Output, Piece, Sender, gather, split
 from eyas.tap.sglang import checked, snapshot
 
@@ -153,6 +154,31 @@ def test_what_is_sent_is_what_comes_out(encodings, packed, tmp_path) -> None:
         assert torch.equal(aux, encode(states, encodings[0]).values.view(torch.uint8))
         assert torch.equal(final, encode(output.final[rows], encodings[1]).values.view(torch.uint8))
     reader.close()
+
+
+def test_many_short_requests_go_through_the_smallest_ring(tmp_path) -> None:
+    """Their names alone would fill a quarter of it."""
+    layout = Layout(HIDDEN, "bf16", "bf16")
+    Ring.create(str(tmp_path / "ring"), least_capacity(layout), layout)
+    ring, reader = Ring.attach(str(tmp_path / "ring")), Ring.attach(str(tmp_path / "ring"))
+    reader.open_reader()
+    sender = Sender(ring, Events(str(tmp_path / "events")), torch.device("cpu"), 1.0)
+    pieces = [Piece(f"eyas-{'x' * 80}-{number}", 0, 2, 2 * number) for number in range(500)]
+    taken = []
+
+    def take() -> None:
+        while len(taken) < 1000:
+            block = reader.read(5.0)
+            taken.extend((rid, start + row) for rid, start, length in block.segments for row in range(length))
+            reader.release(block)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    sender.send(pieces, make_output(1000, False))
+    thread.join()
+    assert taken == [(piece.rid, row) for piece in pieces for row in (0, 1)] and ring.counters().dropped_rows == 0
+    with pytest.raises(ValueError, match="too small for a row"):
+        sender.send([Piece("eyas-" + "x" * 50_000, 0, 1, 0)], make_output(1, False))
 
 
 def test_one_event_for_each_stretch_of_drops(tmp_path) -> None:

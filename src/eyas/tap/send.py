@@ -9,6 +9,7 @@ order, and publishes; until then it holds the tensors, so that their memory isn'
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from .block import AUX_LAYERS, Rows, Segment, Slot
 from .encode import encode
 from .events import Events, Refused
 from .ring import Ring
+
+_MOST_REQUESTS = 64  # in a block: their names take 6 KB of the 16 that the smallest ring has for them
 
 
 class Piece(NamedTuple):
@@ -60,7 +63,7 @@ class Sender:
     def send(self, pieces: list[Piece], output: Output) -> None:
         """Put these rows into the ring, in blocks that leave it in order; waits for room as `Ring.reserve` does."""
         deadline = time.monotonic() + self._patience_s
-        for part in split(pieces, self._ring.most_rows([Segment(*piece[:3]) for piece in pieces])):
+        for part in self._parts(pieces):
             segments = [Segment(*piece[:3]) for piece in part]
             rows = sum(piece.length for piece in part)
             slot = self._ring.reserve(rows, segments, max(0.0, deadline - time.monotonic()))
@@ -79,6 +82,12 @@ class Sender:
         """Wait until all that was sent is published, and release the ring."""
         if self._copier is not None:
             self._copier.close()
+
+    def _parts(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
+        """What goes into one block each."""
+        for first in range(0, len(pieces), _MOST_REQUESTS):
+            some = pieces[first : first + _MOST_REQUESTS]
+            yield from split(some, self._ring.most_rows([Segment(*piece[:3]) for piece in some]))
 
     def _put(self, slot: Slot, part: list[Piece], output: Output) -> None:
         layout = self._ring.layout
@@ -142,7 +151,12 @@ class _Copier:
 
 
 def split(pieces: list[Piece], most: int) -> list[list[Piece]]:
-    """The same rows in the same order, in parts of at most `most` rows."""
+    """The same rows in the same order, in parts of at most `most` rows.
+
+    Raises: ValueError where not one fits.
+    """
+    if most < 1:
+        raise ValueError(f"the ring is too small for a row and the names of {len(pieces)} requests")
     parts: list[list[Piece]] = [[]]
     room = most
     for rid, start, length, row in pieces:
