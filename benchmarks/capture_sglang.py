@@ -5,8 +5,9 @@
 speed: a target of Llama-3.1-8B's shape with random weights, prompts of 1,000 tokens, 64 in flight. Three servers share
 the GPU: one without the tap, one captured in bf16, one in fp8; they take turns, and all that is captured goes to a
 store on disk. The ratio is tokens/s with capture to tokens/s without, by the medians of the repeats.
-truth: SmolLM2 with its real weights through a ring so small that it is full all the time, in float32 and bfloat16:
-the cosine of every row to Transformers in float32, and of the layers beside.
+truth: SmolLM2 with its real weights, in bfloat16 (on a CPU in float32: SGLang 0.5.14's RMSNorm on CUDA takes none),
+through a ring so small that it is full all the time: the cosine of every row to Transformers in float32, of the layers
+beside, and of Transformers in bfloat16 to itself in float32, which is what the number type costs.
 Each part keeps its result in DIR, so that two calls may share the work. The last line is one JSON object; when both
 parts are there, with CUDA and a clean tree, it is kept in benchmarks/results/capture_sglang.json.
 """
@@ -27,12 +28,12 @@ from shapes import LLAMA_8B, write_llama, write_tokens
 from eyas.capture import run as capture
 from eyas.data.tokens import Tokens
 from eyas.engine.client import SGLangClient
-from eyas.engine.local import LocalEngine
+from eyas.engine.local import LocalEngine, States
 from eyas.engine.server import ServerState, start_server, stop_server
 from eyas.run import Run, open_run
 from eyas.settings import Engine
 from eyas.stages import run_stage
-from eyas.store.reader import StoreReader
+from eyas.store.reader import StoredSample, StoreReader
 from eyas.tap.ring import Ring
 from eyas.target import load_target
 
@@ -147,7 +148,7 @@ def truth(arguments: argparse.Namespace) -> dict[str, Any]:
     """SmolLM2's states in both number types against Transformers in float32."""
     recipe = ROOT / "examples/smollm2/recipe.toml"
     result: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("bfloat16",) if torch.cuda.is_available() else ("float32",):
         settings = [f"engine.dtype={dtype}", f"capture.ring_bytes={4 << 20}", f"data.limit={arguments.samples}"]
         run = open_one(arguments, recipe, f"truth-{dtype}", *settings)
         run_stage(run, "prepare")
@@ -164,21 +165,29 @@ def truth(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def cosines(run: Run) -> dict[str, Any]:
-    """Smallest and mean cosine of a row to Transformers in float32: aux layers, final state, neighbouring layers."""
+    """Smallest and mean cosine of a row to Transformers in float32: aux layers, final state, neighbouring layers, and
+    Transformers in the server's number type."""
     store = StoreReader(run.store_url)
     ids = store.manifest.aux_layer_ids
-    target, table = load_target(run.recipe.target), Engine(dtype="float32", device=run.recipe.engine.device)
-    beside = {"captured": ids, "one below": [i - 1 for i in ids], "one above": [i + 1 for i in ids]}
+    target, device, dtype = load_target(run.recipe.target), run.recipe.engine.device, run.recipe.engine.dtype
+    exact, rounded = (Engine(dtype=kind, device=device) for kind in ("float32", dtype))
+    samples = [store.read(ref.sample_id) for ref in store.samples()]
     found: dict[str, list[torch.Tensor]] = {}
-    for name, layers in beside.items():
+    engine = LocalEngine(target, exact, ids)
+    truth = [states_of(engine, sample) for sample in samples]
+    for sample, states in zip(samples, truth, strict=True):
+        found.setdefault("captured", []).append(_cosine(sample.aux_hidden_states, states.aux_hidden_states))
+        found.setdefault("final", []).append(_cosine(sample.final_hidden_states, states.final_hidden_states))
+    for name, table, layers in (
+        ("one below", exact, [i - 1 for i in ids]),
+        ("one above", exact, [i + 1 for i in ids]),
+        (f"transformers in {dtype}", rounded, ids),
+    ):
         engine = LocalEngine(target, table, layers)
-        for ref in store.samples():
-            sample = store.read(ref.sample_id)
-            tokens, mask = sample.token_ids.numpy(), sample.loss_mask.numpy()
-            states = next(iter(engine.states([tokens], [mask])))
-            found.setdefault(name, []).append(_cosine(sample.aux_hidden_states, states.aux_hidden_states))
-            if name == "captured":
-                found.setdefault("final", []).append(_cosine(sample.final_hidden_states, states.final_hidden_states))
+        for sample, states in zip(samples, truth, strict=True):
+            given = states_of(engine, sample).aux_hidden_states if table is rounded else sample.aux_hidden_states
+            against = states if table is rounded else states_of(engine, sample)
+            found.setdefault(name, []).append(_cosine(given, against.aux_hidden_states))
     columns = {name: torch.cat(parts) for name, parts in found.items()}
     return {
         name: {"min": rows.amin(0).tolist(), "mean": rows.mean(0).tolist(), "rows": len(rows)}
@@ -186,8 +195,12 @@ def cosines(run: Run) -> dict[str, Any]:
     }
 
 
+def states_of(engine: LocalEngine, sample: StoredSample) -> States:
+    return next(iter(engine.states([sample.token_ids.numpy()], [sample.loss_mask.numpy()])))
+
+
 def _cosine(stored: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cosine_similarity(stored.double(), given.double().cpu(), dim=-1)
+    return torch.nn.functional.cosine_similarity(stored.double().cpu(), given.double().cpu(), dim=-1)
 
 
 def summary(parts: dict[str, Any]) -> dict[str, Any]:

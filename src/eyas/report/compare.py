@@ -87,9 +87,13 @@ def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
     told: list[Figure] = [
         ("acceptance length", lambda facts: facts.acceptance_length, lambda value: f"{value:.3f}"),
         ("speed-up, reference decoding", lambda facts: facts.speedup, lambda value: f"{value:.2f}"),
-        ("tokens captured", lambda facts: facts.store and facts.store.tokens, lambda value: f"{value:,.0f}"),
-        ("bytes per token", lambda facts: facts.store and facts.store.bytes_per_token, lambda value: f"{value:,.0f}"),
-        ("store", lambda facts: facts.store and facts.store.size_bytes, size),
+        ("tokens captured", lambda facts: facts.store.tokens if facts.store else None, lambda value: f"{value:,.0f}"),
+        (
+            "bytes per token",
+            lambda facts: facts.store.bytes_per_token if facts.store else None,
+            lambda value: f"{value:,.0f}",
+        ),
+        ("store", lambda facts: facts.store.size_bytes if facts.store else None, size),
         ("capture, tokens/s", lambda facts: facts.counts("capture").get("tokens_per_s"), lambda value: f"{value:,.0f}"),
         ("training, tokens/s", lambda facts: facts.train_tokens_per_s, lambda value: f"{value:,.0f}"),
         ("held-out tokens in the draft vocabulary", _coverage, lambda value: f"{value:.1%}"),
