@@ -81,22 +81,24 @@ class Alignment:
 def align(masks: list[BoolArray], steps: int) -> Alignment:
     """Indices for samples packed one after another, given their loss masks."""
     lengths = np.array([len(mask) for mask in masks])
-    offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     sample_of = np.repeat(np.arange(len(masks)), lengths)
-    mask = np.concatenate(masks)
-    teaches = np.concatenate([teaching_positions(each) for each in masks])
-    teachers = np.flatnonzero(teaches)
-    teacher_index = np.cumsum(teaches) - 1
-    by_step = [np.flatnonzero(np.concatenate([trained_rows(each, k) for each in masks])) for k in range(steps)]
-    rows = np.unique(np.concatenate(by_step)) if by_step else np.zeros(0, np.int64)
+    start = (np.cumsum(lengths) - lengths)[sample_of]
+    teachers = np.flatnonzero(np.concatenate([teaching_positions(each) for each in masks]))
+    # A teaching position is learned from by the row 1 + k before it, where that lies in the same sample.
+    taught = [np.flatnonzero(teachers - 1 - k >= start[teachers]) for k in range(steps)]
+    computed = np.zeros(len(start), dtype=bool)
+    for k, teacher in enumerate(taught):
+        computed[teachers[teacher] - 1 - k] = True
+    number = np.cumsum(computed) - 1
     step_rows = [
-        StepRows(np.searchsorted(rows, at), teacher_index[at + 1 + k], sample_of[at]) for k, at in enumerate(by_step)
+        StepRows(number[teachers[teacher] - 1 - k], teacher, sample_of[teachers[teacher]])
+        for k, teacher in enumerate(taught)
     ]
     return Alignment(
-        start=offsets[sample_of],
-        rows=rows,
+        start=start,
+        rows=np.flatnonzero(computed),
         teachers=teachers,
-        final_rows=(np.cumsum(mask) - 1)[teachers],
+        final_rows=(np.cumsum(np.concatenate(masks)) - 1)[teachers],
         steps=step_rows,
         trained_at_0=np.bincount(step_rows[0].sample, minlength=len(masks)),
     )

@@ -3,24 +3,20 @@
 A row of step k sees the step-0 keys of positions <= its own in its sample, and the keys it made itself at steps 1..k.
 That is one softmax over a causal block and k single entries a row, so no mask over all steps is ever made:
 
-    eager   chunks of rows against the keys of their samples; any device and dtype, the reference
-    flash   FlashAttention over the causal block, merged with the diagonals through the log-sum-exp. Its backward is
-            exact: given the output and log-sum-exp of the *joint* softmax, the block's own backward kernel yields the
-            block's share, since dS = P * (dP - rowsum(dO * O)) holds for every entry of the joint softmax alike
+    eager   chunks of rows against the keys of their samples; any device and dtype, the reference: here
+    flash   FlashAttention over the causal block, merged with the diagonals: flash.py
 
 Shapes: R rows, S keys, Hq/Hk query/key-value heads, G = Hq / Hk, D head_dim, k later steps.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from eyas.drafter.align import Alignment, IntArray
-from eyas.drafter.ops import has_kernels, take_rows, widen
+from eyas.drafter.ops import has_kernels, widen
 
 # Rows attended in one piece by the eager form. Samples lie side by side, so a chunk's keys span its own samples only:
 # with samples of 150 tokens a chunk of 256 rows meets about 500 keys instead of a whole packed row.
@@ -103,92 +99,6 @@ class EagerAttention:
             for r, s, visible in self.chunks
         ]
         return torch.cat(pieces)
-
-
-class FlashAttention:
-    """FlashAttention (variable length, aligned to the bottom right) over each sample's needed rows and keys.
-
-    A sample's queries are the stretch from its first to its last computed row, its keys all positions up to that last
-    row. Rows inside the stretch that nothing trains (between two answers) get zero queries and are dropped again.
-    """
-
-    def __init__(self, alignment: Alignment, device: torch.device) -> None:
-        rows, start = alignment.rows, alignment.start
-        row_start = start[rows]
-        starts, first_index = np.unique(row_start, return_index=True)
-        last_index = np.append(first_index[1:], len(rows)) - 1
-        first, last = rows[first_index], rows[last_index]
-        query_lengths, key_lengths = last - first + 1, last - starts + 1
-        query_offsets = np.concatenate([[0], np.cumsum(query_lengths)])
-        sample = np.searchsorted(starts, row_start)
-        place = rows - first[sample] + query_offsets[sample]
-        keys_kept = np.concatenate([np.arange(a, b + 1) for a, b in zip(starts, last, strict=True)])
-        self.queries = int(query_offsets[-1])
-        places, kept, cu_queries, cu_keys = to_device(
-            [place, keys_kept, query_offsets, np.concatenate([[0], np.cumsum(key_lengths)])], device
-        )
-        # None where the stretches hold computed rows only, as in samples with one answer: nothing to scatter then.
-        self.place = None if self.queries == len(rows) else places
-        self.keys_kept = None if len(keys_kept) == len(start) else kept
-        self.cu_queries, self.cu_keys = cu_queries.int(), cu_keys.int()
-        self.max_queries, self.max_keys = int(query_lengths.max()), int(key_lengths.max())
-
-    def context(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values up to each sample's last computed row."""
-        if self.keys_kept is None:
-            return keys, values
-        return take_rows(keys, self.keys_kept), take_rows(values, self.keys_kept)
-
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: OwnEntries) -> Tensor:
-        """As EagerAttention."""
-        attended: Tensor = _MergedFlash.apply(queries, keys, values, own.stacked, self, *own.keys, *own.values)
-        return attended.flatten(1)
-
-
-class _MergedFlash(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, stacked: Tensor, at: FlashAttention, *own: Tensor
-    ) -> Tensor:
-        from eyas.drafter.kernels import merge
-
-        steps = len(own) // 2
-        spread = _spread(queries, at)
-        out, lse, *random = torch.ops.aten._flash_attention_forward(
-            spread, keys, values, at.cu_queries, at.cu_keys, at.max_queries, at.max_keys, 0.0, True, False
-        )
-        if steps:
-            merge.forward(out, lse, spread, stacked[0, :steps], stacked[1, :steps], at.place)
-        ctx.save_for_backward(spread, keys, values, stacked, out, lse, *random[:2])
-        ctx.at, ctx.steps = at, steps
-        return out if at.place is None else out[at.place]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from eyas.drafter.kernels import merge
-
-        queries, keys, values, stacked, out, lse, *random = ctx.saved_tensors
-        at, steps = ctx.at, ctx.steps
-        grad = _spread(grads[0].contiguous(), at)
-        bounds = (at.cu_queries, at.cu_keys, at.max_queries, at.max_keys)
-        d_queries, d_keys, d_values = torch.ops.aten._flash_attention_backward(
-            grad, queries, keys, values, out, lse, *bounds, 0.0, True, *random
-        )
-        d_own: tuple[Tensor, ...] = ()
-        if steps:
-            own_keys, own_values = stacked[0, :steps], stacked[1, :steps]
-            d_own_keys, d_own_values = merge.backward(
-                grad, out, lse, queries, own_keys, own_values, at.place, d_queries
-            )
-            d_own = (*d_own_keys.unbind(), *d_own_values.unbind())
-        if at.place is not None:
-            d_queries = d_queries[at.place]
-        return d_queries, d_keys, d_values, None, None, *d_own
-
-
-def _spread(rows: Tensor, at: FlashAttention) -> Tensor:
-    return rows if at.place is None else rows.new_zeros(at.queries, *rows.shape[1:]).index_copy_(0, at.place, rows)
 
 
 def to_device(arrays: Sequence[IntArray], device: torch.device) -> list[Tensor]:

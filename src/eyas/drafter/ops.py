@@ -131,9 +131,16 @@ def to_heads(
     """
     if has_kernels(projected):
         return _ToHeads.apply(projected, share.value, heads, share.sum, first, token, offset, angles, out)
-    tokens, width = len(share.value), projected.shape[1]
+    return to_heads_plain(projected, heads, share.value, first, token, offset, angles)
+
+
+def to_heads_plain(
+    projected: Tensor, heads: Heads, share: Tensor, first: int, token: Tensor | None, offset: int,
+    angles: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`to_heads` without kernels; a token beyond the share's end gets its last."""
     at = torch.arange(len(projected), device=projected.device) if token is None else token
-    added = share.value[:, first : first + width].index_select(0, (at + offset).clamp(max=tokens - 1))
+    added = share[:, first : first + projected.shape[1]].index_select(0, (at + offset).clamp(max=len(share) - 1))
     whole = (projected + added).unflatten(-1, (-1, heads.dim))
     queries, keys, values = whole.split(heads.counts, dim=1)
     return rotate(queries, *angles), rotate(keys, *angles), values

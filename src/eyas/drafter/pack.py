@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.align import Alignment, BoolArray, align
-from eyas.drafter.attention import EagerAttention, FlashAttention, to_device
+from eyas.drafter.attention import EagerAttention, to_device
+from eyas.drafter.flash import FlashAttention
 from eyas.drafter.ops import Picked
 
 

@@ -68,22 +68,23 @@ def _cross_entropy(
     teacher_ptr += teacher * width
     column = tl.arange(0, BLOCK)
     top = tl.full((), float("-inf"), tl.float32)
-    mass = tl.zeros((), tl.float32)
+    best = tl.zeros((), tl.int32)
+    mass = tl.zeros((BLOCK,), tl.float32)
     dot = tl.zeros((BLOCK,), tl.float32)
-    draft = tl.zeros((), tl.int32)
     for start in range(0, width, BLOCK):
         inside = start + column < width
         x = tl.load(logits_ptr + start + column, mask=inside, other=float("-inf")).to(tl.float32)
         y = tl.load(teacher_ptr + start + column, mask=inside, other=float("-inf")).to(tl.float32)
         dot += tl.where(inside, tl.exp(y - teacher_log_sum) * x, 0.0)
-        here, at = tl.max(x, axis=0, return_indices=True)
-        draft = tl.where(here > top, start + at, draft)
+        here = tl.max(x, axis=0)
+        best = tl.where(here > top, start, best)
         higher = tl.maximum(top, here)
-        mass = mass * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), axis=0)
+        mass = mass * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
-    log_sum = top + tl.log(mass)
+    log_sum = top + tl.log(tl.sum(mass, axis=0))
     tl.store(loss_ptr + row, log_sum - tl.sum(dot, axis=0))
-    tl.store(draft_ptr + row, draft.to(tl.int64))
+    block = tl.load(logits_ptr + best + column, mask=best + column < width, other=float("-inf")).to(tl.float32)
+    tl.store(draft_ptr + row, (best + tl.argmax(block, axis=0)).to(tl.int64))
     for start in range(0, width, BLOCK):
         inside = start + column < width
         x = tl.load(logits_ptr + start + column, mask=inside, other=float("-inf")).to(tl.float32)

@@ -64,7 +64,7 @@ def _angles(like: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tenso
 
 
 def _warps(heads: int, head_dim: int) -> int:
-    return min(8, max(1, triton.next_power_of_2(heads) * head_dim // 512))
+    return min(8, max(1, triton.next_power_of_2(heads) * triton.next_power_of_2(head_dim) // 512))
 
 
 @triton.jit(do_not_specialize=["tokens", "offset"])

@@ -1,0 +1,176 @@
+"""Worker of benchmarks/train.py: Eyas' own step (Learner), fed by its own thread (Feed) from rows in GPU memory."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from common import PEAK_FLOPS, SHAPES, World, profile, serve, time_block
+from torch import Tensor
+
+from eyas.drafter.align import IntArray, teaching_positions
+from eyas.drafter.eagle3 import Drafter, DrafterConfig
+from eyas.drafter.pack import pack_samples
+from eyas.settings import Train
+from eyas.train.batch import StepPlan
+from eyas.train.feed import Feed, Row
+from eyas.train.flops import step_flops
+from eyas.train.fused import Teachers
+from eyas.train.loss import PackLoss, pack_loss
+from eyas.train.optim import make_optimizer
+from eyas.train.parallel import Parallel
+from eyas.train.step import Learner
+from eyas.train.watch import Watch
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sample as the store gives it, but in GPU memory, with the target's argmax at its teaching positions."""
+
+    id: str
+    token_ids: Tensor
+    loss_mask: Tensor
+    aux_hidden_states: Tensor
+    final_hidden_states: Tensor
+    argmax: Tensor
+
+
+class Again:
+    """A schedule of the same samples at every step."""
+
+    def __init__(self, samples: int, tokens: int) -> None:
+        self.samples, self.tokens = samples, tokens
+
+    def from_step(self, first: int) -> Iterator[StepPlan]:
+        while True:
+            yield StepPlan(first, first * self.samples, [np.arange(self.samples)], self.tokens)
+            first += 1
+
+
+class Ours:
+    def __init__(self, shape: str, device: str) -> None:
+        self.world = World(SHAPES[shape], device)
+        self.device, self.dtype, self.shape = self.world.device, self.world.dtype, self.world.shape
+        self.embedding = self.world.embedding()
+        head = self.world.target_head()
+        self.head, self.lm_head_draft = head, head[self.world.draft_ids.to(self.device)]
+        self.drafter = self._drafter()
+
+    def _drafter(self, **switches: bool) -> Drafter:
+        s = self.shape
+        config = DrafterConfig(
+            hidden_size=s.hidden,
+            intermediate_size=s.inner,
+            num_attention_heads=s.heads,
+            num_key_value_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling=None,
+            max_position_embeddings=131072,
+            vocab_size=s.vocab,
+            draft_vocab_size=s.draft_vocab,
+            aux_layer_ids=[2, 16, 29],
+            **switches,
+        )
+        with torch.device(self.device):
+            drafter = Drafter(config)
+        self.world.load(drafter)
+        drafter.d2t.copy_(self.world.d2t)
+        drafter.t2d.copy_(self.world.t2d)
+        return drafter.to(self.device)
+
+    def _samples(self, count: int, tokens: int, prompt: int, normed: bool = False) -> list[Held]:
+        held = []
+        for number in range(count):
+            sample = self.world.sample(number, tokens, prompt)
+            final = torch.nn.functional.rms_norm(sample.final, (self.shape.hidden,)) if normed else sample.final
+            teaches = torch.from_numpy(teaching_positions(sample.mask.numpy())).to(self.device)
+            argmax = torch.cat([(part @ self.head.T).argmax(-1) for part in final[teaches].split(4096)])
+            states = sample.aux.unflatten(1, (3, -1)), final[sample.mask.to(self.device)]
+            held.append(Held(str(number), sample.ids, sample.mask, *states, argmax))
+        return held
+
+    def _row(self, samples: list[Held]) -> Row:
+        pack = pack_samples(samples, self.shape.ttt_steps, self.dtype, self.device)
+        return Row(pack, torch.cat([sample.argmax for sample in samples]))
+
+    def _loss(self, drafter: Drafter, row: Row) -> PackLoss:
+        steps = self.shape.ttt_steps
+        return pack_loss(
+            drafter, self.embedding, self.lm_head_draft, row.pack, row.target_argmax, steps=steps, decay=0.8
+        )
+
+    def measure(self, rows: int, share: float, frozen: bool = False, split: bool = False) -> dict[str, Any]:
+        """Time a block of steps of `rows` rows, all in one packed row."""
+        precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        table = Train(
+            ttt_steps=self.shape.ttt_steps, precision=precision, device=str(self.device), freeze_lm_head=frozen
+        )
+        parallel = Parallel(table, self.device, None)
+        self.drafter.lm_head.weight.requires_grad_(not frozen)
+        parallel.place(self.drafter)
+        marks: list[Callable[[], None]] = [lambda: None]
+
+        def loss(drafter: Drafter, row: Row) -> PackLoss:
+            result = self._loss(drafter, row)
+            marks[0]()
+            return result
+
+        finish = parallel.finish_gradients
+
+        def finish_gradients(divisor: float) -> None:
+            marks[0]()
+            finish(divisor)
+
+        parallel.finish_gradients = finish_gradients  # type: ignore[method-assign]
+        learner = Learner(parallel, self.drafter, loss, make_optimizer(self.drafter, table), table)
+        samples, tokens = self._samples(rows, self.shape.tokens, self.world.prompt(share)), rows * self.shape.tokens
+
+        def row_of(numbers: IntArray) -> Row:
+            return self._row([samples[number] for number in numbers])
+
+        watch = Watch(self.device)
+        with Feed(Again(rows, tokens), 0, row_of, parallel) as feed:  # type: ignore[arg-type]
+            plans = feed.steps()
+
+            def step(mark: Callable[[], None]) -> None:
+                marks[0] = mark
+                plan, some = next(plans)
+                learner.step(some, 1, 1e-4, tokens, lambda loss, norm: watch.guard(plan.number, loss, norm, []))
+                mark()
+
+            result = time_block(step, tokens, self.device)
+            if split:
+                result["split_ms"] = profile(step, self.device)
+        assert watch.check() is None, "a loss or gradient was not finite"
+        flops = step_flops(self.drafter.config, row_of(np.arange(rows)).pack, trained_head=not frozen)
+        return result | {"gflop_per_token": flops / tokens / 1e9, "mfu": flops / result["step_ms"] * 1e3 / PEAK_FLOPS}
+
+    @torch.no_grad()
+    def losses(self, rows: int, tokens: int, prompt: int, normed: bool = False, **switches: bool) -> dict[str, Any]:
+        """Mean cross-entropy and mean divergence of each step's trained rows, with the weights that all begin with."""
+        row = self._row(self._samples(rows, tokens, prompt, normed))
+        loss = self._loss(self._drafter(**switches), row)
+        index = row.pack.index
+        teachers = Teachers.of(row.pack.final[index.final_rows], self.lm_head_draft)
+        entropy = torch.cat(
+            [
+                (part.exp() * -part).sum(-1)
+                for part in (
+                    teachers.logits[low : low + 4096].float() - teachers.log_sum[low : low + 4096, None]
+                    for low in range(0, len(teachers.logits), 4096)
+                )
+            ]
+        )
+        per_sample = int(row.pack.alignment.trained_at_0[0])
+        mean = loss.per_step * per_sample / loss.rows
+        divergence = mean - torch.stack([entropy[step.teacher].mean() for step in index.steps])
+        return {"cross_entropy": mean.tolist(), "divergence": divergence.tolist()}
+
+
+if __name__ == "__main__":
+    serve(Ours(**json.loads(sys.argv[1])))
