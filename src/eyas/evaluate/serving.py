@@ -66,7 +66,7 @@ def execute(run: Run) -> Result:
     fs.write_json(run.dir / FILE, figures)
     for line in lines(figures):
         say(f"serving: {line}")
-    _verdict(run, figures)
+    verdict(run, figures)
     shown = ("acceptance_length", "acceptance_per_position", "speedup", "lossless", "parity_gap")
     return Result(fs.digest_file(run.dir / FILE), {name: figures.get(name) for name in shown})
 
@@ -203,7 +203,7 @@ def _identical(digests: dict[Unit, dict[str, str]], sets: dict[str, Any]) -> dic
     return {"identical": {"same": same, "of": of}, "lossless": same == of}
 
 
-def _verdict(run: Run, figures: dict[str, Any]) -> None:
+def verdict(run: Run, figures: dict[str, Any]) -> None:
     """Raises VerificationFailed where parity or, in fp32, losslessness is not met."""
     if figures["dtype"] == "float32" and figures["lossless"] is False:
         told = figures["identical"]
