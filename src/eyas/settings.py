@@ -336,6 +336,16 @@ class Train(Table):
     compile: bool = Field(
         False, description="Compile the small kernels on CUDA: 15% faster at 8B, one to two minutes at the start."
     )
+    recompute: bool = Field(
+        False,
+        description="Compute the MLP's inner activations again in the backward instead of keeping them: less memory, "
+        "more time, the same numbers.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="Equal bits from equal runs on a GPU too, by slower kernels; on a CPU they are equal anyhow, for "
+        "equal numbers of threads and processes.",
+    )
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`...")
     seed: int = Field(0, description="Seed of initial weights and sample order.")
     checkpoint_every: int = Field(500, ge=1, description="Steps between checkpoints.")

@@ -200,6 +200,9 @@ class Drafter(nn.Module):
 
     Buffers: d2t int64 [Vd], an offset (target id = draft id + d2t[draft id]); t2d bool [V].
     The embedding is the target's, frozen, and not part of this module (both engines share the target's).
+
+    Attributes:
+        recompute: training makes the MLP's inner activations again in the backward instead of keeping them.
     """
 
     d2t: Tensor
@@ -208,6 +211,7 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False
         aux_layers = len(config.aux_layer_ids)
         self.fc = Linear(aux_layers * config.hidden_size, config.hidden_size)
         if config.fc_norm:

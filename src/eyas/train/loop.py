@@ -18,6 +18,8 @@ _NO_INPUT = {
     "eval_samples",
     "device",
     "compile",
+    "recompute",
+    "deterministic",
     "parallel",
     "timeout_s",
     "tensorboard",

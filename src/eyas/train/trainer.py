@@ -5,6 +5,7 @@ and the store alone, so a resumed run goes on exactly where its checkpoint stand
 number of threads and processes, and at the same samples with any other.
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Trainer:
         self.run, self.table, self.parallel, self.device = run, run.recipe.train, parallel, parallel.device
         parallel.refuse_idle(self.table.accumulation, run.command("train"))
         fusing.enable(self.table.compile)
+        make_deterministic(self.table.deterministic)
         self.dtype = torch.bfloat16 if self.table.precision == "bf16" else torch.float32
         target = load_target(run.recipe.target)
         self.reader = StoreReader(run.store_url)
@@ -72,6 +74,7 @@ class Trainer:
         self.beginning = begin(run.recipe, target, self.reader, self.head)
         self.drafter = self.beginning.drafter.to(self.device)
         self.drafter.lm_head.weight.requires_grad_(not self.table.freeze_lm_head)
+        self.drafter.recompute = self.table.recompute
         parallel.place(self.drafter)
         self.optimizer = make_optimizer(self.drafter, self.table)
         self._refuse_long()
@@ -122,6 +125,10 @@ class Trainer:
                 sums, signum = self._step(plan, rows, stop)
                 done = plan.number + 1
                 meter.add(sums)
+                if plan.number == first and steps - first > 1:
+                    self.parallel.settle()
+                    meter.set_apart()
+                    feed.waited_s = 0.0
                 logs, measures = (done % every == 0 or done == steps for every in (LOG_EVERY, self.table.eval_every))
                 saves = done % self.table.checkpoint_every == 0 or done == steps or signum is not None
                 pauses = logs or measures or saves
@@ -130,7 +137,7 @@ class Trainer:
                     meter.settle()
                     self._refuse_anomaly(self.watch.check())
                 if logs:
-                    figures, waited = sums.read(), self.parallel.most(feed.waited_s / meter.busy_s)
+                    figures, waited = sums.read(), self.parallel.most(meter.share(feed.waited_s))
                     log({"step": done} | meter.as_json() | {"data_wait": round(waited, 4)} | figures.as_json())
                     shown = f"loss {figures.loss:.3f}, {meter.tokens_per_s:,.0f} tokens/s, data wait {waited:.1%}, "
                 if measures:
@@ -279,7 +286,7 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
         counts: dict[str, Any] = {"steps": last_step, "tokens": meter.tokens, "parameters": parameters}
         if meter.busy_s:
-            counts |= meter.as_json() | {"data_wait": round(feed.waited_s / meter.busy_s, 4)}
+            counts |= meter.as_json() | {"data_wait": round(meter.share(feed.waited_s), 4)}
         counts["processes"] = self.parallel.world
         if self.patience.limit:
             counts["early_stop"] = {"best_step": self.patience.best_step, "steps_planned": self.schedule.steps}
@@ -291,3 +298,12 @@ class Trainer:
                 counts["lm_head"] = describe_head(self.drafter, self.lm_head_draft, self.table)
         counts |= {"checkpoint": folder.name, "heldout": self.patience.best or acceptance.as_json()}
         return Result(fs.digest_file(folder / "model.safetensors"), counts)
+
+
+def make_deterministic(on: bool) -> None:
+    """Choose kernels whose sums always have one order (`train.deterministic`), for this process."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(on)
+    # Filling new memory costs a pass over each tensor and helps only to find reads of what was never written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

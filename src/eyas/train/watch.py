@@ -131,6 +131,7 @@ class Meter:
     def __init__(self, device: torch.device, peak_flops: float | None) -> None:
         self.device, self.peak_flops = device, peak_flops
         self.tokens, self.flops, self.busy_s = 0, 0.0, 0.0
+        self.first_step_s, self._apart = 0.0, 0
         self.go()
 
     def go(self) -> None:
@@ -149,14 +150,25 @@ class Meter:
         self.busy_s += now - self._since
         self._since = now
 
+    def set_apart(self) -> None:
+        """All so far was the first step: it compiles and loads kernels, and no rate counts it. Waits for the device."""
+        self.settle()
+        self.first_step_s, self._apart = self.busy_s, self.tokens
+        self.busy_s, self.flops = 0.0, 0.0
+
+    def share(self, seconds: float) -> float:
+        """Of the time that counts."""
+        return seconds / self.busy_s if self.busy_s else 0.0
+
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.busy_s if self.busy_s else 0.0
+        return (self.tokens - self._apart) / self.busy_s if self.busy_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Rates so far; `mfu` only where the device's peak is known."""
         line: dict[str, Any] = {
             "tokens_per_s": round(self.tokens_per_s, 1),
+            "first_step_s": round(self.first_step_s, 2),
             "memory_gib": round(memory_gib(self.device), 2),
         }
         if self.peak_flops and self.busy_s:
