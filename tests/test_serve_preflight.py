@@ -14,11 +14,17 @@ from helpers_serve import stand_in_run
 from helpers_tiny import make_tiny_target
 
 from eyas import fs
+from eyas.engine import find, process
 from eyas.engine import preflight as module
-from eyas.engine import process
 from eyas.engine.preflight import Facts, check_ring, faults, preflight
 from eyas.errors import EngineError, EyasError, RecipeError, StoreFull, TargetError
 from eyas.run import Run
+
+
+@pytest.fixture(autouse=True)
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in this machine's usual places are not looked for: that takes seconds."""
+    monkeypatch.setattr(find, "_USUAL_PLACES", ())
 
 
 def only_fault(run: Run) -> EyasError:
@@ -44,7 +50,7 @@ def test_the_systems_python_holds_no_engine(tmp_path: Path, tiny_target: Path) -
     error = only_fault(stand_in_run(tmp_path, tiny_target, "", f"engine.python={bare}/bin/python", "engine.env={}"))
     assert isinstance(error, EngineError) and "No module named sglang (it holds no engine)" in error.seen
     assert str(bare) in error.seen  # the link itself, not the interpreter it was made from
-    assert "--set engine.python=" in error.next
+    assert "--set engine.python=" in error.next and error.expected and error.cause
 
 
 def test_where_engines_are_is_said(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +61,9 @@ def test_where_engines_are_is_said(tmp_path: Path, tiny_target: Path, monkeypatc
     (site / "sglang/__init__.py").touch()
     (site / "sglang-0.5.14.dist-info").mkdir()
     (site / "sglang-0.5.14.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.14\n")
-    monkeypatch.setenv("VIRTUAL_ENV", str(other))
+    monkeypatch.setattr(find, "_USUAL_PLACES", (str(tmp_path),))
     error = only_fault(stand_in_run(tmp_path, tiny_target, "", "engine.env={}"))
-    assert error.next.startswith(f"--set engine.python={other}/bin/python ")
-    assert "holds SGLang 0.5.14" in error.next
+    assert f"{other}/bin/python holds SGLang 0.5.14" in error.next and error.next.startswith("--set engine.python=")
 
 
 def test_a_python_path_of_the_shell_is_not_passed_on_and_that_is_said(

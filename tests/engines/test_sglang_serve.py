@@ -46,8 +46,9 @@ def wait_for_event(run: Run, starter: "subprocess.Popen[str]", name: str, **havi
 
 
 def scheduler(state: ServerState) -> psutil.Process:
-    """The process that loads and runs the model."""
-    return next(one for one in process.members(state.pid, state.mark) if "schedul" in one.name())
+    """The process that will load and run the model."""
+    events = read_events(Path(state.events))
+    return psutil.Process(next(event["pid"] for event in events if event.get("role") == "scheduler"))
 
 
 def test_from_start_to_stop(run: Run) -> None:

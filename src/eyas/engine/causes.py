@@ -13,6 +13,7 @@ from eyas.engine.evidence import Evidence, is_network_fs
 
 Signature = Callable[[Evidence], str]
 
+_CONTINUE = "kill -CONT {stopped}   # and see who stopped it: a terminal's ^Z, a debugger, a job scheduler"
 _COLLECTIVE = re.compile(
     r"all_reduce|all_gather|barrier|broadcast|ncclCommInit|PyNcclCommunicator|custom_all_reduce|init_distributed_environment"
 )
@@ -176,7 +177,7 @@ def _in_stack(evidence: Evidence, pattern: re.Pattern[str]) -> str:
 
 CAUSES: tuple[Cause, ...] = (
     Cause("the tap refused this server", False, _refused, "change what it names in engine.args or the profile"),
-    Cause("a process was stopped (SIGSTOP, or ^Z)", True, _stopped, "kill -CONT {stopped}"),
+    Cause("a process was stopped (SIGSTOP, or ^Z)", True, _stopped, _CONTINUE),
     Cause(
         "SGLang is not in this interpreter",
         False,

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +174,9 @@ def climb(
 ) -> None:
     """Wait for one layer after the other; `reached` is called after each.
 
-    A layer without a sign of work for `patience_s` is diagnosed and given up. One that works is waited for; where only
-    processors spin (no log line, nothing read) for `patience_s` the diagnosis is said, and after three times that it
-    is given up.
+    A layer without a sign of work for half of `patience_s` is diagnosed, and given up after all of it. One that works
+    is waited for; where only processors spin (no log line, nothing read) for `patience_s` the diagnosis is said, and
+    after three times that it is given up.
 
     Args:
         diagnose: called with the layer's name where it is given up, or the process ended: the error to raise.
@@ -193,9 +194,8 @@ def climb(
             signs.look()
             if signs.idle_s > patience_s or signs.spinning_s > _SPIN_FACTOR * patience_s:
                 raise diagnose(name)
-            if signs.spinning_s > patience_s * (signs.told + 1):
-                signs.told += 1
-                say(f"serve: {name}: no log line for {duration(signs.spinning_s)}.\n{diagnose(name)}")
+            if signs.idle_s > patience_s / 2 or signs.spinning_s > patience_s:
+                signs.tell_once(partial(diagnose, name))
             time.sleep(_POLL_S)
         watched.layers[name] = round(time.time() - watched.started, 2)
         say(f"serve: {name} ({duration(watched.layers[name])})")
@@ -209,7 +209,7 @@ class _Signs:
         self._watched, self._layer = watched, layer
         self._began = self._said = self._looked = self._worked = self._moved = time.monotonic()
         self._last = self._work()
-        self.told = 0
+        self._told = False
 
     @property
     def idle_s(self) -> float:
@@ -218,6 +218,12 @@ class _Signs:
     @property
     def spinning_s(self) -> float:
         return time.monotonic() - self._moved
+
+    def tell_once(self, diagnose: Callable[[], EngineError]) -> None:
+        """Say the diagnosis, unless it was said since the last sign of more than spinning."""
+        if not self._told:
+            self._told = True
+            say(f"serve: {self._layer}: nothing moved for {duration(self.spinning_s)}.\n{diagnose()}")
 
     def look(self) -> None:
         """Compare with two seconds ago; now and then say what the server does."""
@@ -231,6 +237,7 @@ class _Signs:
         grown = work.log_bytes > self._last.log_bytes or abs(work.memory_bytes - self._last.memory_bytes) > _GROWN_BYTES
         if read > _READ_BYTES_S or grown:
             self._moved = self._worked = now
+            self._told = False
         elif cores > _BUSY_CORES or self._on_gpus():
             self._worked = now
         self._looked, self._last = now, work
