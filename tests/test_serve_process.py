@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eyas.engine import leftovers, process
+from eyas.engine import gpu, leftovers, process
 from eyas.engine.state import ServerState
 from eyas.tap.ring import Layout, Ring
 
@@ -229,5 +229,50 @@ def test_shared_memory_is_told_by_inode(tmp_path: Path, mark: str) -> None:
     wait_for(tmp_path / "log", "/mp-")
     name = (tmp_path / "log").read_text().strip().removeprefix("/")
     assert leftovers.shm_of([started]) == {f"/dev/shm/sem.{name}"}
-    lines, whole = leftovers.end_server(started.pid, mark, 0, [], 5)
+    lines, whole = leftovers.end_server(started.pid, mark, 5)
     assert whole and lines[0] == "2 processes ended" and not Path(f"/dev/shm/sem.{name}").exists()
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu*) printf '%s\\n' "0, GPU-aa, NVIDIA H200, 143771, {used}, 0, 9.0";;
+  --query-compute-apps*) test -z "{pid}" || printf '%s\\n' "GPU-aa, {pid}, {used}";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("used", "pid", "line", "whole"),
+    [
+        (1100, "", "GPU memory is as before the start", True),
+        (90000, "", "GPU 0: 93.3 GB more in use than before the start, by nobody that nvidia-smi shows", True),
+        (90000, "1", "GPU 0: 93.3 GB more in use than before the start, by process 1", True),
+        (90000, "server", "left: GPU 0: 93.3 GB more in use than before the start, by process SERVER", False),
+    ],
+)
+def test_gpu_memory_that_is_given_back_or_not(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, used: int, pid: str, line: str, whole: bool
+) -> None:
+    """1,000 MiB were in use before the start. What another process holds since then is said and is not ours."""
+    monkeypatch.setattr(leftovers, "_GPU_PATIENCE_S", 0.5)
+    started = start(SLEEPS, mark, tmp_path / "log")
+    program, server = tmp_path / "nvidia-smi", str(started.pid)
+    program.write_text(SMI.format(used=used, pid=pid.replace("server", server)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    told = leftovers.end_server(started.pid, mark, 5, gpu_bytes={"GPU-aa": 1000 << 20})
+    assert told == (["1 processes ended", line.replace("SERVER", server)], whole)
+
+
+def test_a_server_is_ended_although_nvidia_smi_hangs(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(gpu, "_PATIENCE_S", 0.3)
+    started = start(SLEEPS, mark, tmp_path / "log")
+    lines, whole = leftovers.end_server(started.pid, mark, 5, gpu_bytes={"GPU-aa": 0})
+    assert whole and lines[0] == "1 processes ended" and "does not answer within 0.3 s" in lines[1]
+    assert not process.alive(started.pid, started.create_time())

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,9 @@ import psutil
 
 from eyas import fs
 from eyas.engine import process
-from eyas.engine.gpu import gpus
+from eyas.engine.gpu import Gpu, gpus
 from eyas.engine.state import STATE_FILE, read_state
+from eyas.errors import EngineError
 from eyas.progress import size
 
 SHM = Path("/dev/shm")
@@ -26,6 +27,7 @@ _SGLANG = "sglang_loads_*.shm"
 _FRESH_S = 60.0  # a ring, and a process, are there before it is noted whose they are
 _PORT_PATIENCE_S = 5.0
 _GPU_PATIENCE_S = 30.0
+_GPU_SLACK_BYTES = 512 << 20
 
 
 def namespace() -> str:
@@ -51,17 +53,25 @@ def shm_of(processes: Iterable[psutil.Process]) -> set[str]:
     return {str(path) for path in SHM.iterdir() if path.is_file() and path.stat().st_ino in inodes}
 
 
-def end_server(session: int, mark: str, port: int, shm: Iterable[str], patience_s: float) -> tuple[list[str], bool]:
+def end_server(
+    session: int,
+    mark: str,
+    patience_s: float,
+    *,
+    port: int = 0,
+    shm: Iterable[str] = (),
+    gpu_bytes: Mapping[str, int] | None = None,
+) -> tuple[list[str], bool]:
     """End all processes of a server and remove its shared memory; verify each thing.
 
     Args:
         port: where it listened; 0: not looked at.
         shm: paths that are its own, the ring among them; what its processes map now is added.
+        gpu_bytes: what was in use on each GPU before its start, by uuid; none for a server on a CPU.
     Returns: lines for the user, and whether all is gone; lines about what is not start with `left:`.
     """
     members = process.members(session, mark)
     pids, own = {member.pid for member in members}, {*filter(None, shm)} | shm_of(members)
-    held_before = _gpu_bytes(pids)
     count, killed = process.end(session, mark, patience_s)
     lines = [f"{count} processes ended" + (f", {killed} of them by SIGKILL" if killed else "")] if count else []
     left = [f"left: process {one.pid}: {process.command_of(one.pid)}" for one in process.members(session, mark)]
@@ -72,11 +82,9 @@ def end_server(session: int, mark: str, port: int, shm: Iterable[str], patience_
         lines.append(f"port {port} is free")
     elif holder is not None:
         left.append(f"left: port {port} is held by process {holder[0]}: {holder[1]}")
-    if held_before:
-        still = _gpu_given_back(pids)
-        lines += [] if still else [f"{size(held_before)} of GPU memory given back"]
-        left += [f"left: {size(still)} of GPU memory"] if still else []
-    return lines + left, not left
+    lines += _gpu_lines(gpu_bytes, pids) if gpu_bytes else []
+    left += [line for line in lines if line.startswith("left:")]
+    return [line for line in lines if line not in left] + left, not left
 
 
 def remove_shm(paths: Iterable[str]) -> list[str]:
@@ -98,16 +106,33 @@ def _port_holder(port: int) -> tuple[int, str] | None:
     return holder
 
 
-def _gpu_bytes(pids: set[int]) -> int:
-    return sum(amount for gpu in gpus() for pid, amount in gpu.holders.items() if pid in pids)
+def _gpu_lines(before: Mapping[str, int], pids: set[int]) -> list[str]:
+    """Whether each GPU's memory is back after up to 30 s: the driver takes a while.
 
-
-def _gpu_given_back(pids: set[int]) -> int:
-    """Bytes that these processes still hold after up to 30 s: the driver takes a while."""
+    In a container nvidia-smi may name processes by other pids, so what is in use is compared too.
+    """
     deadline = time.monotonic() + _GPU_PATIENCE_S
-    while (held := _gpu_bytes(pids)) and time.monotonic() < deadline:
+    while True:
+        try:
+            held = [gpu for gpu in gpus() if gpu.uuid in before and _holds_more(gpu, before[gpu.uuid], pids)]
+        except EngineError as error:
+            return [f"whether GPU memory is back is not known: {error.seen}"]
+        if not held:
+            return ["GPU memory is as before the start"]
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.5)
-    return held
+    return [_gpu_line(gpu, before[gpu.uuid], pids) for gpu in held]
+
+
+def _holds_more(gpu: Gpu, before: int, pids: set[int]) -> bool:
+    return bool(pids & gpu.holders.keys()) or gpu.used_bytes > before + _GPU_SLACK_BYTES
+
+
+def _gpu_line(gpu: Gpu, before: int, pids: set[int]) -> str:
+    ours = "left: " if pids & gpu.holders.keys() else ""  # others may have come meanwhile
+    who = ", ".join(f"process {pid}" for pid in gpu.holders) or "nobody that nvidia-smi shows"
+    return f"{ours}GPU {gpu.index}: {size(gpu.used_bytes - before)} more in use than before the start, by {who}"
 
 
 @dataclass(frozen=True)

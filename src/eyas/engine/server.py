@@ -18,6 +18,7 @@ from typing import Any
 from eyas import fs
 from eyas.engine import process
 from eyas.engine.diagnose import flags_of
+from eyas.engine.gpu import gpus
 from eyas.engine.inject import VLLM_STUB, write_plugin
 from eyas.engine.launch import base_env
 from eyas.engine.leftovers import end_server, ring_path, shm_of
@@ -111,7 +112,7 @@ def _clear_dead(run: Run) -> None:
     state = load_state(run)
     if state is None or state.stopped:
         return
-    lines, _ = end_server(state.pid, state.mark, 0, [state.ring, *state.shm], _STOP_PATIENCE_S)
+    lines, _ = end_server(state.pid, state.mark, _STOP_PATIENCE_S, shm=[state.ring, *state.shm])
     shutil.rmtree(state.plugin, ignore_errors=True)
     for line in lines:
         say(f"serve: left by an earlier start: {line}")
@@ -122,7 +123,14 @@ def _end(run: Run, state: ServerState) -> list[str]:
 
     Raises: EngineError where something is.
     """
-    lines, whole = end_server(state.pid, state.mark, state.port, [state.ring, *state.shm], _STOP_PATIENCE_S)
+    lines, whole = end_server(
+        state.pid,
+        state.mark,
+        _STOP_PATIENCE_S,
+        port=state.port,
+        shm=[state.ring, *state.shm],
+        gpu_bytes=state.gpu_bytes,
+    )
     shutil.rmtree(state.plugin, ignore_errors=True)
     state.stopped = state.stopped or time.time()
     save_state(run, state)
@@ -204,6 +212,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
         settings=_settings(facts),
         mark=f"{folder}:{token}",
         started=time.time(),
+        gpu_bytes={} if launch.device == "cpu" else {gpu.uuid: gpu.used_bytes for gpu in gpus()},
     )
     save_state(run, state)
     env = base_env(launch) | {process.MARK: state.mark}

@@ -42,6 +42,7 @@ class ServerState:
         self_test: figures of the self-test.
         stopped: unix time at which Eyas ended it; 0 before.
         engine: its kind, as in engine.kind.
+        gpu_bytes: what was in use on each GPU before the start, by uuid; none on a CPU.
     """
 
     url: str
@@ -65,6 +66,7 @@ class ServerState:
     self_test: dict[str, Any] = field(default_factory=dict)
     stopped: float = 0.0
     engine: str = "sglang"
+    gpu_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def settings_digest(self) -> str:
