@@ -4,9 +4,7 @@ Checks are in order of cost; the last asks the server's own argument parser, whi
 """
 
 import errno
-import json
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from eyas.engine.flags import read_flags
 from eyas.engine.gpu import Gpu, gpus, visible
 from eyas.engine.kinds import check_release, plan_launch
 from eyas.engine.launch import Launch, base_env
-from eyas.errors import EngineError, EyasError, RecipeError, StoreFull, TargetError
+from eyas.engine.weights import check_weight_files
+from eyas.errors import EngineError, EyasError, RecipeError, StoreFull
 from eyas.need import Need, both_units, counted, room
 from eyas.progress import size
 from eyas.run import Run
@@ -28,7 +27,6 @@ from eyas.tap.ring import HEADER_BYTES, Layout, least_capacity
 from eyas.target import Target, load_target
 
 SHM = Path("/dev/shm")
-_HEADER_LIMIT = 100 << 20
 _HOST_BYTES = 3 << 30  # what an engine's processes take beside the model: 2 to 3 GB seen with SmolLM2
 _DEFAULT_GPU_SHARE = 0.8  # engines take 0.8 to 0.92 of a GPU by themselves
 
@@ -114,53 +112,8 @@ def check_launch(facts: Facts) -> None:
 
 
 def check_model(facts: Facts) -> None:
-    """Every weight file is there, whole, and holds the tensors that the index says.
-
-    Only headers are read: 64 files of a 1 TB checkpoint take a second.
-    """
-    tensors: dict[Path, list[str]] = {}
-    for tensor, path in facts.target.weight_files.items():
-        tensors.setdefault(path, []).append(tensor)
-    for path, names in sorted(tensors.items()):
-        header = read_header(path)
-        missing = sorted(set(names) - set(header))
-        if missing:
-            raise TargetError(
-                f"{path}: {len(missing)} tensors that the index places there are missing, the first is {missing[0]}",
-                cause="the index and the weight files are of different downloads",
-                next="fetch the folder again; nothing of the run is lost",
-            )
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file, checked against the file's size.
-
-    Raises: TargetError where the file can't be read, is cut, or is none.
-    """
-    try:
-        length = path.stat().st_size
-        with path.open("rb") as handle:
-            start = handle.read(8)
-            count = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            header = dict(json.loads(handle.read(count))) if 0 < count <= min(length, _HEADER_LIMIT) else {}
-    except OSError as error:
-        raise TargetError(
-            f"{path}: can't be read: {error.strerror}",
-            cause="the user that runs Eyas may not read the model",
-            next=f"ls -l {path}",
-        ) from None
-    except ValueError:
-        header = {}
-    entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    whole = 8 + count + max((entry["data_offsets"][1] for entry in entries), default=0)
-    if not entries or whole != length:
-        raise TargetError(
-            f"{path}: {length:,} bytes" + (f"; its header says {whole:,}" if entries else ", no safetensors header"),
-            expected="a whole safetensors file",
-            cause="the download or copy was cut short, or only a Git LFS pointer was fetched",
-            next="fetch the file again; nothing of the run is lost",
-        )
-    return header
+    """Every weight file is there, whole, and holds the tensors that the index says."""
+    check_weight_files(facts.target)
 
 
 def check_ring(facts: Facts) -> None:
