@@ -104,6 +104,7 @@ def fill(run: Run, target: Path) -> None:
     lines: list[dict[str, Any]] = []
     for step in range(10, 410, 10):
         lines.append({"step": step, "loss": 6 - step / 100, "lr": 1e-4, "grad_norm": 0.3, "tokens_per_s": 1234.5})
+        lines[-1]["loss_per_step"] = [3 - step / 200, 4 - step / 200, 5 - step / 200]
         if step % 100 == 0:
             measured = {"acceptance_length": 1 + step / 800, "acceptance_per_position": [0.4, 0.1, 0.05]}
             lines.append({"step": step, "heldout": measured | {"verifications": 900}})
@@ -186,6 +187,8 @@ def test_charts_hold_the_measurements(finished: Run) -> None:
     page = Page(write_report(finished).read_text())
     for words in (
         "step 400: training loss 2",
+        "draft 1, step 400: loss of the first and last draft 1",
+        "draft 3, step 400: loss of the first and last draft 3",
         "step 400: held-out acceptance length 1.5",
         "replay, position 1: 42.0%",
         "reference decoding, position 3: 6.3%",

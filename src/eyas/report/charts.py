@@ -71,6 +71,11 @@ def _panel(panel: Panel, top: float, reach: float) -> str:
     parts = [f'<text class="label" x="{_LEFT}" y="{top - 8}">{escape(panel.title)}</text>']
     if not panel.points:
         return "".join([*parts, _nothing(top + 58)])
+    x_key = _LEFT + 14 + 6.3 * len(panel.title)
+    for line in (line for line in panel.lines if line.name):
+        parts.append(f'<rect class="bar {line.style}" x="{x_key:.1f}" y="{top - 17}" width="10" height="10"/>')
+        parts.append(f'<text class="tick" x="{x_key + 14:.1f}" y="{top - 8}">{escape(line.name)}</text>')
+        x_key += 28 + 6 * len(line.name)
     marks = ticks(min(y for _, y in panel.points), max(y for _, y in panel.points), 4)
     low, high = marks[0], marks[-1]
 

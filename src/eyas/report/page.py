@@ -100,14 +100,28 @@ def measurements(facts: Facts) -> list[dict[str, Any]]:
 
 
 def training_chart(facts: Facts) -> str:
-    """Loss, and held-out acceptance length below it, over steps."""
+    """Loss, that of the first and last draft, and held-out acceptance length, one below the other over steps."""
     loss = [(line["step"], line["loss"]) for line in facts.steps if math.isfinite(line["loss"])]
     lengths = [(line["step"], line["acceptance_length"]) for line in facts.heldout if line.get("acceptance_length")]
     panels = [
         Panel("training loss", [Line(thin(loss, _MOST_POINTS), "s1")]),
+        *_loss_by_draft(facts),
         Panel("held-out acceptance length", [Line(lengths, "s2")]),
     ]
     return line_chart(panels, "optimizer steps")
+
+
+def _loss_by_draft(facts: Facts) -> list[Panel]:
+    """The loss of the first draft in a row and of the last that training makes; none where it makes one."""
+    lines = [(line["step"], line["loss_per_step"]) for line in facts.steps if len(line.get("loss_per_step", ())) > 1]
+    if not lines:
+        return []
+    last = len(lines[0][1]) - 1
+    series = [
+        Line(thin([(step, losses[k]) for step, losses in lines], _MOST_POINTS), style, f"draft {k + 1}")
+        for k, style in ((0, "s1"), (last, "s2"))
+    ]
+    return [Panel("loss of the first and last draft", series)]
 
 
 def acceptance_chart(facts: Facts) -> str:
