@@ -11,7 +11,7 @@ from eyas.drafter.eagle3 import Drafter, DrafterConfig
 from eyas.drafter.pack import pack_samples
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
-from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
+from eyas.evaluate.decode import DrafterSession, TargetSession, decode_along, decode_plain, decode_speculative
 from eyas.settings import Drafter as DrafterTable
 from eyas.settings import Target as TargetTable
 from eyas.target import load_target
@@ -61,6 +61,15 @@ def test_speculation_changes_no_token_and_plain_decoding_is_generate(parts, tiny
         assert speculative.token_ids == plain.token_ids
         total.merge(speculative.acceptance)
     assert 0 < total.accepted_at.sum() < DRAFTS * total.verifications, "both outcomes must have been met"
+
+
+def test_decoding_along_an_answer_counts_what_decoding_it_counted(parts) -> None:
+    target, drafter, embedding = parts
+    for prompt in PROMPTS:
+        _, decoded = decode_both(parts, prompt)
+        along = decode_along(target, DrafterSession(drafter, embedding, DRAFTS), prompt, decoded.token_ids)
+        assert along.verifications == decoded.acceptance.verifications > 0
+        assert along.accepted_at.tolist() == decoded.acceptance.accepted_at.tolist()
 
 
 def test_replay_of_the_answers_counts_what_decoding_counted(parts) -> None:

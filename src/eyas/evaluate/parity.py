@@ -14,7 +14,7 @@ from eyas.drafter.walk import Acceptance
 from eyas.engine.drafting import Drafting
 from eyas.evaluate.again import Exchange, Reference, added, capture_again, load_reference, walk_all
 from eyas.evaluate.causes import causes
-from eyas.evaluate.decode import DrafterSession, TargetSession, decode_speculative
+from eyas.evaluate.decode import DrafterSession, TargetSession, decode_along, decode_speculative
 from eyas.evaluate.prompts import Prompt, PromptSets
 from eyas.progress import Progress
 from eyas.run import Run
@@ -64,7 +64,7 @@ def compare(
         "tokens": sum(len(each.answer) for each in exchanges),
         "engine": engine.as_json(),
         "replay": total.as_json(),
-        "decode": decoded.as_json() | {"prompts": count} if count else None,
+        "decode": decoded.as_json() | {"prompts": count, "along": dtype != "float32"} if count else None,
         "gaps": {name: round(value, 5) for name, value in gaps.items()},
         "gap": round(worst, 5),
         "passed": worst <= run.recipe.serving.max_gap,
@@ -83,7 +83,8 @@ def gap(one: Acceptance, other: Acceptance) -> float:
 def _decode(
     run: Run, target: Target, reference: Reference, drafting: Drafting, exchanges: Sequence[Exchange], dtype: str
 ) -> Acceptance:
-    """Reference decoding of the same prompts, in the number type that the engine served in."""
+    """Reference decoding of the same prompts, in the number type that the engine served in: in fp32 on its own, else
+    along the engine's answers, for rounding makes others of them."""
     total = Acceptance.none(drafting.drafts)
     if not exchanges:
         return total
@@ -92,8 +93,11 @@ def _decode(
     drafts = DrafterSession(reference.drafter, embedding, drafting.drafts)
     with Progress("serving (reference decoding)", len(exchanges), "prompts", run.logs_dir) as progress:
         for exchange in exchanges:
-            generator = torch.Generator().manual_seed(0)
-            total.merge(decode_speculative(session, drafts, exchange.prompt, most, 0.0, generator).acceptance)
+            if dtype == "float32":
+                decoded = decode_speculative(session, drafts, exchange.prompt, most, 0.0, torch.Generator())
+                total.merge(decoded.acceptance)
+            else:
+                total.merge(decode_along(session, drafts, exchange.prompt, exchange.answer))
             progress.advance(1, f"acceptance length {total.length:.3f}")
     return total
 
