@@ -126,6 +126,8 @@ def left_of(state: ServerState) -> list[str]:
     left = [path for path in (state.ring, *state.shm, state.plugin) if path and Path(path).exists()]
     for process in psutil.process_iter():
         try:
+            if process.status() == psutil.STATUS_ZOMBIE:  # it has ended, and holds nothing; init collects it
+                continue
             if os.getsid(process.pid) == state.pid or process.environ().get("EYAS_SERVER") == state.mark:
                 left.append(f"process {process.pid} {process.name()}")
         except (psutil.Error, ProcessLookupError, PermissionError):
