@@ -1,4 +1,4 @@
-"""How benchmarks keep what they measured on a GPU: never from a dirty tree, never without CUDA."""
+"""How benchmarks keep what they measured: never from a dirty tree, without CUDA only what claims nothing of a GPU."""
 
 import datetime
 import json
@@ -41,9 +41,10 @@ def commit() -> str:
     return _git("rev-parse", "HEAD")
 
 
-def save_result(name: str, result: dict[str, Any]) -> None:
-    """Write results/NAME.json. Refuses without CUDA, and from a tree that differs from its commit."""
-    if not torch.cuda.is_available():
+def save_result(name: str, result: dict[str, Any], of_gpu: bool = True) -> None:
+    """Write results/NAME.json. Refuses from a tree that differs from its commit, and without CUDA where it is `of_gpu`:
+    figures of a CPU are kept only where their name and machine say so."""
+    if of_gpu and not torch.cuda.is_available():
         sys.exit(f"{name}: no CUDA here; results/ holds GPU figures only")
     changed = "" if os.environ.get("EYAS_COMMIT") else _git("status", "--porcelain")
     if changed:
