@@ -1,7 +1,10 @@
 """Watching a run: what is logged, TensorBoard, rates, and the stop at states that are finite but far too large."""
 
 import json
+import os
 import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -356,3 +359,24 @@ def test_a_run_starts_from_the_export_of_another(captured: Path, tmp_path: Path)
     assert record.inputs["start drafter"]
     with pytest.raises(TrainError, match=r"draft_vocab_size is 200; this run has 150"):
         run_stage(copy_of(captured, tmp_path / "other", start, "train.draft_vocab_size=150"), "train")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_stop_alike_at_huge_states(parallel: str, poisoned: tuple[Path, str], tmp_path: Path) -> None:
+    """Only one of them has the bad sample; both hold the step back, and the weights before it are saved once."""
+    folder, victim = poisoned
+    more = ["train.accumulation=2", f"train.parallel={parallel}", "train.checkpoint_every=1000"]
+    run = copy_of(folder, tmp_path, *more)
+    step = bad_step(run, victim)
+    assert step > 0
+    options = [part for text in [*SETTINGS, *more] for part in ("--set", text)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    words += ["-m", "eyas", "train", str(tmp_path / "recipe.toml"), *options]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ran.returncode != 0
+    assert re.search(rf"step {step + 1}: loss \S+, gradient norm (nan|inf); samples {victim} \(largest", ran.stderr)
+    assert latest(run.train_dir) == run.train_dir / f"step-{step}"
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(run).values() if tensor.is_floating_point())
