@@ -1,7 +1,10 @@
 """The export stage: from a checkpoint to a folder that an engine loads, whole or absent."""
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from helpers_export import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from eyas import fs
+from eyas import cli, fs
 from eyas.drafter.eagle3 import DrafterConfig
 from eyas.errors import CorruptStore, ExportError, EyasError, VerificationFailed
 from eyas.export import stage
@@ -163,3 +166,63 @@ def test_check_names_an_edit(run: Run) -> None:
     with pytest.raises(VerificationFailed, match="max_position_embeddings is 2048; expected 512") as caught:
         stage.check(run)
     assert caught.value.exit_code == 3 and "--redo" in caught.value.next
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def _absolute_ids(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _without_embedding(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "embed" not in name}, folder / "model.safetensors")
+
+
+MISTAKES = {
+    "wrong layer ids": (
+        _config(eagle_aux_hidden_state_layer_ids=[1, 3, 4]),
+        "which vLLM would capture; the store holds",
+    ),
+    "wrong layer ids for SGLang": (
+        _config(eagle_config={"eagle_aux_hidden_state_layer_ids": AUX_LAYER_IDS, "sglang_version": "0.5.23"}),
+        "SGLang 0.5.23 would capture [3, 5, 6] of a llama target; the store holds [2, 4, 5]",
+    ),
+    "max positions 2048": (_config(max_position_embeddings=2048), "max_position_embeddings is 2048; expected 512"),
+    "missing embedding": (_without_embedding, "embed_tokens.weight is missing: it must be in the folder"),
+    "d2t as absolute ids": (_absolute_ids, "d2t holds target ids; expected offsets"),
+    "wrong norm switch": (_config(norm_output=True), "norm_output is on as vLLM reads it; expected off"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_check_on_the_command_line_names_what_users_report(
+    mistake: str,
+    tmp_path: Path,
+    tiny_target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run(tmp_path, tiny_target, "[export]\nembedding = true\n")
+    write_store(run, tiny_target)
+    write_checkpoint(run, 20)
+    write_record(run, "evaluate", "measured")
+    run_stage(run, "export")
+    monkeypatch.setattr(sys, "argv", ["eyas", "export", str(tmp_path / "tiny.toml"), "--check"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code in (0, None)
+    change, words = MISTAKES[mistake]
+    change(run.export_dir)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 3
+    assert words in capsys.readouterr().err.replace("\n", " ")
