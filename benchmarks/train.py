@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from results import machine_facts, save_result
+from training.common import SHAPES
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src"
@@ -72,10 +73,13 @@ class Worker:
         tail = "\n".join(self.log.read_text().splitlines()[-12:])
         raise RuntimeError(f"{self.name} ended with {self.process.wait()}; {self.log}:\n{tail}")
 
-    def ask(self, **command: Any) -> dict[str, Any]:
+    def tell(self, **command: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        self.tell(**command)
         return self.answer()
 
     def stop(self) -> None:
@@ -146,27 +150,46 @@ def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         own = {"compact": False} if peer == "specforge" else {}
         workers[peer] = Worker(peer, peer, arguments.peers / peer, settings | own, work)
     state = State(arguments.state or work / "state.json")
-    for worker in workers.values():
-        worker.answer()
-    sys.path.insert(0, str(HERE / "training"))
-    from common import SHAPES
-
+    warm_up(workers, rows)
     losses = compare_losses(state, workers, rows, SHAPES[shape].tokens)
     for repeat in range(arguments.repeats):
         for case, share in SHARES.items():
             for name, worker in workers.items():
-                command = {
-                    "do": "measure",
-                    "rows": rows[name],
-                    "share": share,
-                    "split": not arguments.cpu and not repeat,
-                }
+                command = {"do": "measure", "rows": rows[name], "share": share, "split": not repeat}
                 state.ask(worker, f"{case} {repeat}", **command)
                 if name == "eyas":
                     state.ask(worker, f"{case} frozen {repeat}", **command, frozen=True)
     for worker in workers.values():
         worker.stop()
-    return summary(state.known, list(workers), rows, arguments.repeats) | {"losses": losses}
+    result = summary(state.known, list(workers), rows, arguments.repeats) | {"losses": losses}
+    return result if arguments.cpu else result | alone(state, shape, rows["eyas"], work)
+
+
+def warm_up(workers: dict[str, Worker], rows: dict[str, int]) -> None:
+    """Let all compile: the peers together, Eyas after them, as the GPU's memory may not hold steps of all three."""
+    for worker in workers.values():
+        worker.answer()
+    peers = [name for name in workers if name != "eyas"]
+    for name in peers:
+        workers[name].tell(do="warm", rows=rows[name], share=1.0)
+    warm = {name: workers[name].answer() for name in peers}
+    warm["eyas"] = workers["eyas"].ask(do="warm", rows=rows["eyas"], share=1.0)
+    for name, answer in warm.items():
+        print(f"{name}: first step {json.dumps(answer)}", flush=True)
+
+
+def alone(state: State, shape: str, rows: int, work: Path) -> dict[str, Any]:
+    """What is measured once the others are gone: memory at Kimi's shape, and training from a store on disk."""
+    kimi = Worker("eyas-kimi", "eyas", None, {"shape": "kimi", "device": "cuda"}, work)
+    kimi.answer()
+    large = {share: state.ask(kimi, f"{share}", do="measure", rows=2, share=share) for share in (1.0, 0.5)}
+    kimi.stop()
+    settings = {"shape": shape, "device": "cuda", "work": str(work / "stored")}
+    store = Worker("eyas-store", "store", None, settings, work)
+    store.answer()
+    stored = state.ask(store, "half", do="measure", rows=rows, share=0.5, steps=24, encoding="bf16")
+    store.stop()
+    return {"kimi_shape": large, "from_a_store_on_disk": stored, "data_wait": stored["data_wait"]}
 
 
 def summary(known: dict[str, dict[str, Any]], names: list[str], rows: dict[str, int], repeats: int) -> dict[str, Any]:

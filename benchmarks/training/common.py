@@ -10,7 +10,9 @@ import re
 import sys
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,12 +161,48 @@ class Clock:
 Step = Callable[[Callable[[], None]], Any]
 
 
+@dataclass(frozen=True)
+class Job:
+    """Steps that are ready to be done: tokens of each, and products that its maths needs."""
+
+    step: Step
+    tokens: int
+    flops: float
+
+
+class Timed(ABC):
+    """A trainer that can be warmed up and timed."""
+
+    device: torch.device
+
+    @abstractmethod
+    def job(self, rows: int, share: float, **settings: Any) -> AbstractContextManager[Job]:
+        """Steps of `rows` rows whose last `share` is supervised."""
+
+    def warm(self, **settings: Any) -> dict[str, Any]:
+        """One step: everything is compiled after it."""
+        began = time.perf_counter()
+        with self.job(**settings) as job:
+            job.step(lambda: None)
+            synchronize(self.device)
+        return {"seconds": time.perf_counter() - began}
+
+    def measure(self, split: bool = False, **settings: Any) -> dict[str, Any]:
+        """A block of steps; with `split`, one more under the profiler."""
+        with self.job(**settings) as job:
+            result = time_block(job.step, job.tokens, self.device)
+            if split:
+                result["split_ms"] = profile(job.step, self.device)
+        mfu = job.flops / result["step_ms"] * 1e3 / PEAK_FLOPS
+        return result | {"gflop_per_token": job.flops / job.tokens / 1e9, "mfu": mfu}
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def time_block(step: Step, tokens: int, device: torch.device, seconds: float = BLOCK_S) -> dict[str, Any]:
+def time_block(step: Step, tokens: int, device: torch.device) -> dict[str, Any]:
     """Steps for some seconds, after two that are not counted."""
     gc.collect()
     step(lambda: None)
@@ -172,7 +210,7 @@ def time_block(step: Step, tokens: int, device: torch.device, seconds: float = B
     began = time.perf_counter()
     step(lambda: None)
     synchronize(device)
-    count = max(3, round(seconds / (time.perf_counter() - began)))
+    count = max(3, round(BLOCK_S / (time.perf_counter() - began)))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     clock = Clock(device)

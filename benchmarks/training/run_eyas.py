@@ -3,12 +3,13 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from common import PEAK_FLOPS, SHAPES, World, profile, serve, time_block
+from common import SHAPES, Job, Timed, World, serve
 from torch import Tensor
 
 from eyas.drafter.align import IntArray, teaching_positions
@@ -50,7 +51,7 @@ class Again:
             first += 1
 
 
-class Ours:
+class Ours(Timed):
     def __init__(self, shape: str, device: str) -> None:
         self.world = World(SHAPES[shape], device)
         self.device, self.dtype, self.shape = self.world.device, self.world.dtype, self.world.shape
@@ -104,36 +105,38 @@ class Ours:
             drafter, self.embedding, self.lm_head_draft, row.pack, row.target_argmax, steps=steps, decay=0.8
         )
 
-    def measure(self, rows: int, share: float, frozen: bool = False, split: bool = False) -> dict[str, Any]:
-        """Time a block of steps of `rows` rows, all in one packed row."""
+    @contextmanager
+    def job(self, rows: int, share: float, frozen: bool = False) -> Iterator[Job]:
+        """All rows in one packed row; `frozen`: lm_head is not trained."""
         precision = "bf16" if self.dtype == torch.bfloat16 else "fp32"
-        table = Train(
-            ttt_steps=self.shape.ttt_steps, precision=precision, device=str(self.device), freeze_lm_head=frozen
-        )
+        steps, device = self.shape.ttt_steps, str(self.device)
+        table = Train(ttt_steps=steps, precision=precision, device=device, freeze_lm_head=frozen)
         parallel = Parallel(table, self.device, None)
         self.drafter.lm_head.weight.requires_grad_(not frozen)
         parallel.place(self.drafter)
+        optimizer, watch = make_optimizer(self.drafter, table), Watch(self.device)
+        samples = self._samples(rows, self.shape.tokens, self.world.prompt(share))
+        tokens = rows * self.shape.tokens
         marks: list[Callable[[], None]] = [lambda: None]
+        finish = parallel.finish_gradients
 
         def loss(drafter: Drafter, row: Row) -> PackLoss:
             result = self._loss(drafter, row)
             marks[0]()
             return result
 
-        finish = parallel.finish_gradients
-
         def finish_gradients(divisor: float) -> None:
             marks[0]()
             finish(divisor)
 
-        parallel.finish_gradients = finish_gradients  # type: ignore[method-assign]
-        learner = Learner(parallel, self.drafter, loss, make_optimizer(self.drafter, table), table)
-        samples, tokens = self._samples(rows, self.shape.tokens, self.world.prompt(share)), rows * self.shape.tokens
-
         def row_of(numbers: IntArray) -> Row:
             return self._row([samples[number] for number in numbers])
 
-        watch = Watch(self.device)
+        parallel.finish_gradients = finish_gradients  # type: ignore[method-assign]
+        learner = Learner(parallel, self.drafter, loss, optimizer, table)
+        pack = row_of(np.arange(rows)).pack
+        flops = step_flops(self.drafter.config, pack, trained_head=not frozen)
+        del pack
         with Feed(Again(rows, tokens), 0, row_of, parallel) as feed:  # type: ignore[arg-type]
             plans = feed.steps()
 
@@ -143,12 +146,8 @@ class Ours:
                 learner.step(some, 1, 1e-4, tokens, lambda loss, norm: watch.guard(plan.number, loss, norm, []))
                 mark()
 
-            result = time_block(step, tokens, self.device)
-            if split:
-                result["split_ms"] = profile(step, self.device)
+            yield Job(step, tokens, flops)
         assert watch.check() is None, "a loss or gradient was not finite"
-        flops = step_flops(self.drafter.config, row_of(np.arange(rows)).pack, trained_head=not frozen)
-        return result | {"gflop_per_token": flops / tokens / 1e9, "mfu": flops / result["step_ms"] * 1e3 / PEAK_FLOPS}
 
     @torch.no_grad()
     def losses(self, rows: int, tokens: int, prompt: int, normed: bool = False, **switches: bool) -> dict[str, Any]:

@@ -7,12 +7,13 @@ its Triton loss need a GPU. It trains lm_head, and keeps bf16 weights beside fp3
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import PEAK_FLOPS, SHAPES, World, profile, serve, time_block
+from common import SHAPES, Job, Timed, World, serve
 from specforge.algorithms.eagle3.model import OnlineEagle3Model
 from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 from specforge.modeling.target.target_head import TargetHead
@@ -23,7 +24,7 @@ from specforge.training.controller import TrainerCore
 from specforge.training.strategies.base import Eagle3TrainStrategy
 
 
-class SpecForge:
+class SpecForge(Timed):
     def __init__(self, shape: str, device: str, compact: bool) -> None:
         self.world = World(SHAPES[shape], device)
         self.device, self.dtype, self.shape, self.compact = (
@@ -33,13 +34,15 @@ class SpecForge:
             compact,
         )
         with tempfile.TemporaryDirectory() as folder:
-            draft, head = self._modules(Path(folder))
-        model = OnlineEagle3Model(draft_model=draft, length=self.shape.ttt_steps, attention_backend="flex_attention")
+            self.draft, head = self._modules(Path(folder))
+        model = OnlineEagle3Model(
+            draft_model=self.draft, length=self.shape.ttt_steps, attention_backend="flex_attention"
+        )
         model = model.to(device=self.device, dtype=self.dtype).train()
         self.backend = FSDPTrainingBackend(
             ParallelConfig(), optimizer_factory=lambda module: BF16Optimizer(module, lr=1e-4, total_steps=10000)
         )
-        wrapped = self.backend.prepare_model(model, wrap=False, optimizer_target=draft)
+        wrapped = self.backend.prepare_model(model, wrap=False, optimizer_target=self.draft)
         self.strategy = Eagle3TrainStrategy(wrapped, target_head=head, compact_teacher=compact)
         self.core = TrainerCore(self.strategy, self.backend)
 
@@ -103,8 +106,9 @@ class SpecForge:
             metadata={"target_repr": "hidden_state"},
         )
 
-    def measure(self, rows: int, share: float, split: bool = False) -> dict[str, Any]:
-        """Time a block of steps of `rows` rows, a batch; marks are set around the backend's own backward."""
+    @contextmanager
+    def job(self, rows: int, share: float) -> Iterator[Job]:
+        """A batch of rows; marks are set around the backend's own backward."""
         batch, tokens = self._batch(rows, self.world.prompt(share)), rows * self.shape.tokens
         backward = type(self.backend).backward
 
@@ -118,17 +122,13 @@ class SpecForge:
             self.core.train_step(batch)
             mark()
 
-        result = time_block(step, tokens, self.device)
-        if split:
-            result["split_ms"] = profile(step, self.device)
         columns = self.shape.draft_vocab if self.compact else self.shape.vocab
-        flops = self.world.flops_per_token(trained_head=True, teacher_columns=columns)
-        mfu = flops * result["tokens_per_s"] / PEAK_FLOPS
-        return result | {"gflop_per_token": flops / 1e9, "mfu": mfu}
+        yield Job(step, tokens, tokens * self.world.flops_per_token(trained_head=True, teacher_columns=columns))
 
     @torch.no_grad()
     def losses(self, rows: int, prompt: int) -> dict[str, Any]:
         """Mean cross-entropy of each step's trained rows, with the weights that all begin with."""
+        self.world.load(self.draft)
         batch = self._batch(rows, prompt)
         mask = batch.tensors["loss_mask"]
         means = [float(loss) * mask.numel() for loss in self.strategy.forward_loss(batch).metrics["plosses"]]

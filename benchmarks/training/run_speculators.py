@@ -7,12 +7,13 @@ frozen lm_head. On a GPU its fused losses, FlexAttention and torch.compile, on a
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from absent import stand_in
-from common import PEAK_FLOPS, SHAPES, World, profile, serve, time_block
+from common import SHAPES, Job, Timed, World, serve
 from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
 stand_in("datasets", "openai")  # only its data loader needs them
@@ -26,7 +27,7 @@ from speculators.train.trainer import TrainerConfig  # noqa: E402
 WINDOW = 2048
 
 
-class Speculators:
+class Speculators(Timed):
     def __init__(self, shape: str, device: str) -> None:
         self.world = World(SHAPES[shape], device)
         self.device, self.shape = self.world.device, self.world.shape
@@ -104,8 +105,9 @@ class Speculators:
             )
         return loss, metrics
 
-    def measure(self, rows: int, share: float, split: bool = False) -> dict[str, Any]:
-        """Time a block of steps of `rows` rows, packed."""
+    @contextmanager
+    def job(self, rows: int, share: float) -> Iterator[Job]:
+        """All rows in one pack."""
         batch, tokens = self._batch(rows, self.shape.tokens, self.world.prompt(share)), rows * self.shape.tokens
 
         def step(mark: Callable[[], None]) -> None:
@@ -122,16 +124,13 @@ class Speculators:
                 scheduler.step()
             mark()
 
-        result = time_block(step, tokens, self.device)
-        if split:
-            result["split_ms"] = profile(step, self.device)
         flops = self.world.flops_per_token(trained_head=False, teacher_columns=self.shape.draft_vocab, window=WINDOW)
-        mfu = flops * result["tokens_per_s"] / PEAK_FLOPS
-        return result | {"gflop_per_token": flops / 1e9, "mfu": mfu}
+        yield Job(step, tokens, flops * tokens)
 
     @torch.no_grad()
     def losses(self, rows: int, tokens: int, prompt: int) -> dict[str, Any]:
         """Mean divergence of each step's trained rows, with the weights that all begin with."""
+        self.world.load(self.model)
         _, metrics = self._forward(self._batch(rows, tokens, prompt))
         return {"divergence": [float(metrics[f"loss_{k}_sum"]) / 0.8**k for k in range(self.shape.ttt_steps)]}
 
