@@ -13,6 +13,7 @@ from conftest import ROOT
 from eyas.engine import evidence as gathering
 from eyas.engine import gpu
 from eyas.engine.causes import CAUSES, Finding, findings
+from eyas.engine.diagnose import as_error
 from eyas.engine.evidence import Evidence, Member, file_system, iommu_translates, is_network_fs, tail
 from eyas.engine.gpu import Gpu, gpus, links
 from eyas.errors import EngineError
@@ -65,6 +66,16 @@ def first(evidence: Evidence) -> Finding:
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of",
             "the GPU's memory is too small",
             "--mem-fraction-static",
+        ),
+        (
+            "ValueError: Free memory on device cuda:0 (3.1/139.8 GiB) on startup is less than desired GPU memory utilization",
+            "the GPU's memory is too small",
+            "--gpu-memory-utilization",
+        ),
+        (
+            "(EngineCore pid=6337) ERROR [core.py:1510] ValueError: No available memory for the cache blocks. Try",
+            "the KV cache has no room for one sample",
+            "lower data.max_tokens",
         ),
         (
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
@@ -265,3 +276,15 @@ def test_an_iommu_in_front_of_a_gpu(tmp_path: Path, kind: str, translates: bool)
 def test_stacks_of_this_very_process() -> None:
     found = gathering.stacks(os.getpid(), gathering.find_py_spy())
     assert any(stack.startswith("MainThread: ") and "stacks (" in stack for stack in found), found
+
+
+def test_of_an_unknown_failure_the_first_error_is_shown() -> None:
+    """vLLM's processes fail one after the other, and what the first said is a hundred lines up."""
+    log = (
+        "WARNING [system_utils.py:255] limits like `OSError: [Errno 24] Too many open files`",
+        "(Worker pid=7) ERROR [core.py:9] ValueError: block size 7 is odd",
+        '(EngineCore pid=6)   File "core.py", line 1431, in wait',
+        "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
+    )
+    error = as_error(Evidence(layer="listening", alive=False, log=log), "vLLM ended", Path("e.log"), "eyas doctor")
+    assert error.cause == "none of the known ones; the first error in its log: " + log[1]

@@ -202,8 +202,18 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "the GPU's memory is too small, or held by others",
         False,
-        _logged(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|Not enough memory\. Please"),
-        "nvidia-smi   # shows who holds what; lower --mem-fraction-static by 0.05, or --chunked-prefill-size",
+        _logged(
+            r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|Not enough memory\. Please|"
+            r"is less than desired GPU memory utilization"
+        ),
+        "nvidia-smi   # shows who holds what; lower --mem-fraction-static (vLLM: --gpu-memory-utilization) by 0.05, "
+        "or --chunked-prefill-size (--max-num-batched-tokens)",
+    ),
+    Cause(
+        "the KV cache has no room for one sample",
+        False,
+        _logged(r"No available memory for the cache blocks|To serve at least one request with"),  # vLLM
+        "lower data.max_tokens, or raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE in engine.env)",
     ),
     Cause(
         "the machine's memory is too small",

@@ -1,6 +1,7 @@
 """A server that doesn't get on, or has ended: what it does, which known cause fits, what to try next."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from eyas.engine.launch import Kind
 from eyas.errors import EngineError
 from eyas.progress import duration, size
 
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
 _FRAMES = 6
 _LOG_SHOWN = 8
 
@@ -58,9 +60,16 @@ def as_error(evidence: Evidence, seen: str, log: Path, doctor: str) -> EngineErr
     lines = "\n  ".join(line[:300] for line in evidence.log[-_LOG_SHOWN:])
     text = f"{seen}; its log ({log}) ends:\n  {lines or 'with nothing in it'}"
     if not found:
-        return EngineError(text, cause="none of the known ones", next=f"{doctor}, or read the whole log: less {log}")
+        error = first_error(evidence.log)
+        cause = "none of the known ones" + (f"; the first error in its log: {error}" if error else "")
+        return EngineError(text, cause=cause, next=f"{doctor}, or read the whole log: less {log}")
     others = "".join(f"\n  or {other.cause}: {other.seen}; next: {other.next}" for other in found[1:3])
     return EngineError(text, cause=f"{found[0].cause}: {found[0].seen}{others}", next=found[0].next)
+
+
+def first_error(log: Sequence[str]) -> str:
+    """The first exception in a log: vLLM tells it in one process after the other, and the last only that it failed."""
+    return next((line[-300:] for line in log if _ERROR.search(line) and " WARNING " not in line), "")
 
 
 def tree(pid: int) -> list[psutil.Process]:
