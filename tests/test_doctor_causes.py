@@ -68,7 +68,7 @@ def first(evidence: Evidence) -> Finding:
             "--mem-fraction-static",
         ),
         (
-            "ValueError: Free memory on device cuda:0 (3.1/139.8 GiB) on startup is less than desired GPU memory utilization",
+            "ValueError: Free memory on device cuda:0 (3.1/139.8 GiB) is less than desired GPU memory utilization",
             "the GPU's memory is too small",
             "--gpu-memory-utilization",
         ),
