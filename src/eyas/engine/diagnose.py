@@ -69,7 +69,7 @@ def as_error(evidence: Evidence, seen: str, log: Path, doctor: str) -> EngineErr
 
 def first_error(log: Sequence[str]) -> str:
     """The first exception in a log: vLLM tells it in one process after the other, and the last only that it failed."""
-    return next((line[-300:] for line in log if _ERROR.search(line) and " WARNING " not in line), "")
+    return next((line[-300:] for line in log if _ERROR.search(line) and "WARNING" not in line), "")
 
 
 def tree(pid: int) -> list[psutil.Process]:
