@@ -199,8 +199,9 @@ def test_sharded_weights_train_with_muon_and_a_frozen_head(captured: Path, tmp_p
     run = copy_of(captured, tmp_path / "run")
     finish(torchrun(run, parallel="fsdp", **more))
     # Muon makes each gradient orthogonal by products in bf16, which are rounded otherwise in shards.
+    theirs = weights(run)
     for name, tensor in weights(alone).items():
-        assert float((weights(run)[name] - tensor).double().norm()) < 1e-2 * float(tensor.double().norm()), name
+        assert float((theirs[name].double() - tensor.double()).norm()) <= 1e-2 * float(tensor.double().norm()), name
     assert losses(run) == pytest.approx(losses(alone), abs=2e-3)
 
 
@@ -235,17 +236,16 @@ def test_two_processes_resume_bit_for_bit(captured: Path, tmp_path: Path, straig
     assert not torn.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_once_and_all_leave_alike(captured: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_once_and_all_leave_alike(captured: Path, tmp_path: Path) -> None:
     """Each process gets it twice, as where a scheduler signals all of them and the launcher hands its own on."""
     run = copy_of(captured, tmp_path / "run", **ENDLESS)
     with two_ranks(run, **ENDLESS) as ranks:
         wait_for(lambda: latest(run.train_dir) is not None, ranks[0], "no checkpoint came")
         for _ in range(2):
             for process in ranks:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM)
         told = [process.communicate(timeout=60)[1] for process in ranks]
-        assert [process.returncode for process in ranks] == [128 + number] * 2, told
+        assert [process.returncode for process in ranks] == [143, 143], told
     assert stopped_at(told[0]) == step_of(run)
     assert "next: eyas run" in told[0]
     assert told[1].strip().splitlines()[-1].startswith("rank 1 stopped: train stopped after step")

@@ -25,13 +25,17 @@ def enable(on: bool) -> None:
 
 def fused_on_cuda(function: Callable[P, T]) -> Callable[P, T]:
     """Compile `function`, once for any number of rows, for calls whose last argument is a CUDA tensor."""
-    compiled: Any = torch.compile(function, dynamic=True)
+    compiled: Any = None  # made when it is needed: torch.compile imports a compiler, which takes seconds
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal compiled
         last = args[-1]
-        compile_it = _enabled and isinstance(last, torch.Tensor) and last.is_cuda
-        result: T = compiled(*args, **kwargs) if compile_it else function(*args, **kwargs)
+        if not (_enabled and isinstance(last, torch.Tensor) and last.is_cuda):
+            return function(*args, **kwargs)
+        if compiled is None:
+            compiled = torch.compile(function, dynamic=True)
+        result: T = compiled(*args, **kwargs)
         return result
 
     return call

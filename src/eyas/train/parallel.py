@@ -50,7 +50,7 @@ def join(table: Train) -> Iterator["Parallel"]:
         return
     store, own, count = next(iter(rendezvous("env://", timeout=timedelta(seconds=_JOIN_S))))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    later = timedelta(seconds=table.timeout_s + _GRACE_S)
+    later = timedelta(seconds=table.timeout_s + (_GRACE_S if backend == "nccl" else 0))
     try:
         dist.init_process_group(backend, store=PrefixStore("sums", store), rank=own, world_size=count, timeout=later)
     except (RuntimeError, ValueError) as error:
