@@ -4,6 +4,7 @@ Prompts are cut into chunks of 64 tokens. Run by `make test-engines`; servers ar
 """
 
 import json
+import re
 import subprocess
 import threading
 import time
@@ -140,11 +141,12 @@ class TestPlugin:
     def test_generated_tokens_leave_no_rows(self, server: TapServer, demo_target: Path) -> None:
         """Requests that decode while others prefill: their tokens are tails of mixed batches."""
         prompts = make_prompts(49152, [30, 140, 100, 70, 190], 2)
-        slow = threading.Thread(target=server.generate_all, args=(dict(list(prompts.items())[:2]), 24))
+        slow = threading.Thread(target=server.generate_all, args=(dict(list(prompts.items())[:2]), 40))
         slow.start()
         time.sleep(1.0)
         server.generate_all(dict(list(prompts.items())[2:]), 4)
         slow.join()
+        assert re.search(r"Prefill batch.*#running-req: [1-9]", server.log.read_text())  # with decode steps in it
         server.collect()
         compare(server, Reference(demo_target), prompts, self.LAYERS)
 
