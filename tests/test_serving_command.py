@@ -65,6 +65,7 @@ def test_the_serving_table_takes_the_place_of_engine(run: Run) -> None:
     assert engine.args[-2:] == ["--tp-size", "2"] and "--mem-fraction-static" not in engine.args
     assert engine.args[: engine.args.index("--tp-size")] == find_drafting(run).flags("sglang")
     assert (engine.port, engine.dtype, engine.profile) == (31000, "float16", "serving")
+    assert serving_run(run, None, folder="serving/without").recipe.engine.port == 0, "beside others"
     alone = serving_run(run, None)
     assert alone.recipe.engine == engine.model_copy(update={"args": ["--tp-size", "2"]}), "all other flags alike"
 

@@ -126,6 +126,8 @@ def serving_run(run: Run, drafting: Drafting | None, *, profile: str = "", folde
     own = drafting.flags(kind) if drafting else []
     update = _update(table, run.recipe.engine) | {"kind": kind, "profile": profile or find_profile(run)}
     update["args"] = [*own, *table.args]
+    if folder != SERVING:  # one of several that are measured
+        update["port"] = 0
     recipe = run.recipe.model_copy(update={"engine": run.recipe.engine.model_copy(update=update)})
     return dataclasses.replace(run, recipe=recipe, engine_folder=folder)
 

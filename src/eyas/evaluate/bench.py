@@ -1,7 +1,7 @@
 """Passes over the prompt sets of [serving], asked of any server of one engine."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from eyas.engine.drafting import serving_kind
 from eyas.engine.state import ServerState
@@ -31,14 +31,14 @@ class Bench:
         self.sets = load_sets(run, self.target)
         self._warm: set[str] = set()
 
-    def warm_up(self, state: ServerState, streams: Mapping[int, None]) -> bool:
+    def warm_up(self, state: ServerState, streams: Iterable[int]) -> bool:
         """Ask every set a little, once for each server: kernels are compiled at first use. Whether it was done now."""
         mark = f"{state.pid}-{state.created}"
         if mark in self._warm:
             return False
         self._warm.add(mark)
-        for name in self.sets.sets:
-            for count in streams:
+        for count in streams:
+            for name in self.sets.sets:
                 load = Load(count, count, _WARM_TOKENS, 0, f"warm {mark}")
                 asyncio.run(self._pass(state, self.sets, name, load, self._table.temperature))
         return True

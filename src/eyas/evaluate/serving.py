@@ -124,7 +124,7 @@ class _Measurement:
 
     def _measure(self, unit: Unit, servers: Pool) -> None:
         state = servers.get(unit.variant)
-        if self._bench.warm_up(state, dict.fromkeys(self._table.concurrency)):
+        if self._bench.warm_up(state, self._table.concurrency):
             about = {"version": state.version, "command": state.command, "layers_s": state.layers}
             self._journal.add({"server": unit.variant}, about | {"device": state.device})
         drafts, salt = self._drafting.drafts if unit.variant == WITH else 0, fs.digest_json(asdict(unit))

@@ -264,7 +264,7 @@ class _Tuning:
         except EngineError as error:
             self._fail(one, error)
             return None
-        self._bench.warm_up(state, {self._streams: None})
+        self._bench.warm_up(state, [self._streams])
         figures = [
             self._bench.measure(state, name, self._streams, one.drafting.drafts, fs.digest_json([unit, name])).figures()
             for name in self._bench.sets.sets
