@@ -210,7 +210,9 @@ def _port_held(run: Run, port: int) -> EngineError:
     pid, command = holder or (0, "")
     who = f"process {pid}: {command}" if pid else "a process that this user can't see (another user's or container's)"
     ours = process.mark_of(pid) if pid else ""
-    stop = f"eyas serve stop {Path(ours.rpartition(':')[0]).parent}" if ours else ""
+    folder = Path(ours.rpartition(":")[0])
+    stop = f"eyas serve stop {folder.parent}" if ours else ""
+    stop += " --with-drafter" if stop and folder.name == "serving" else ""
     return EngineError(
         f"port {port} is held by {who}",
         expected="a free port for the server",
