@@ -253,7 +253,7 @@ def test_an_embedding_that_the_engine_needs_is_missed(tmp_path: Path, target: Ta
     whole, without = tensors_of(DRAFTER, embedding), tensors_of(DRAFTER)
     assert check(tmp_path, target, config, whole, embedding=embedding) == []
     faults = check(tmp_path, target, config, without, embedding=embedding)
-    assert len(faults) == 1 and "embed_tokens.weight is missing: it must be in the folder" in faults[0]
+    assert len(faults) == 1 and "embed_tokens.weight is missing: it has to be in this folder" in faults[0]
     other = tensors_of(DRAFTER, embedding + 1)
     faults = check(tmp_path, target, config, other, embedding=embedding)
     assert len(faults) == 1 and "differs from the target's: vLLM would keep it" in faults[0]

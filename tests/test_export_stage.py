@@ -197,7 +197,7 @@ MISTAKES = {
         "SGLang 0.5.23 would capture [3, 5, 6] of a llama target; the store holds [2, 4, 5]",
     ),
     "max positions 2048": (_config(max_position_embeddings=2048), "max_position_embeddings is 2048; expected 512"),
-    "missing embedding": (_without_embedding, "embed_tokens.weight is missing: it must be in the folder"),
+    "missing embedding": (_without_embedding, "embed_tokens.weight is missing: it has to be in this folder"),
     "d2t as absolute ids": (_absolute_ids, "d2t holds target ids; expected offsets"),
     "wrong norm switch": (_config(norm_output=True), "norm_output is on as vLLM reads it; expected off"),
 }

@@ -389,8 +389,8 @@ class Export(Table):
     )
     embedding: bool = Field(
         False,
-        description="Put the target's embedding into the folder: vLLM needs it where the target is cut into pipeline "
-        "stages, and takes the target's own elsewhere; SGLang never reads it.",
+        description="Put the target's embedding into the flat folder: vLLM needs it where the target is cut into "
+        "pipeline stages, and takes the target's own elsewhere; SGLang never reads it. The speculators form has it.",
     )
 
 

@@ -38,9 +38,9 @@ RIGHT: dict[str, tuple[str, int, bool, dict[str, bool]]] = {
     "whole vocabulary": ("flat", 259, False, {}),
     "embedding": ("flat", 96, True, {}),
     "for vLLM alone": ("flat", 96, False, {"norm_before_residual": True}),
-    "speculators": ("speculators", 96, False, E31),
+    "speculators": ("speculators", 96, True, E31),
     "speculators' own norms": ("speculators", 96, True, {"norm_before_residual": True, "norm_before_fc": True}),
-    "speculators, whole vocabulary": ("speculators", 259, False, {}),
+    "speculators, whole vocabulary": ("speculators", 259, True, {}),
 }
 
 

@@ -219,7 +219,7 @@ def _check_names(names: list[str], readings: list[Reading], wanted: dict[str, tu
         mapped = {reading.parameter(name): name for name in names}
         for ours in wanted:
             if ours not in mapped and ours != "t2d":  # t2d is our own: neither engine reads it
-                words = "must be in the folder (export.embedding)" if ours == EMBEDDING else "would be left random"
+                words = "has to be in this folder" if ours == EMBEDDING else "would be left random"
                 told.setdefault(f"{WEIGHTS_FILE}: {ours} is missing: it {words}", []).append(reading.engine)
         for ours, name in mapped.items():
             if ours == EMBEDDING and ours not in wanted:

@@ -3,10 +3,12 @@
     flat          one folder for SGLang and vLLM (`LlamaForCausalLMEagle3`)
     speculators   speculators' form, which vLLM serves by the folder alone (`vllm serve FOLDER`); SGLang has no reader
 
-Left out on purpose: the embedding, unless `export.embedding` asks for it (SGLang always takes the target's, vLLM does
-where the folder has none and the target isn't cut into pipeline stages); `target_hidden_size` and
-`num_aux_hidden_states` (both engines derive them, and vLLM takes a null for a number); d2t and t2d where the draft
-vocabulary is the target's whole one (vLLM stops at a table that it has no parameter for).
+Left out of the flat form on purpose: the embedding, unless `export.embedding` asks for it (SGLang always takes the
+target's, vLLM does where the folder has none and the target isn't cut into pipeline stages); `target_hidden_size` and
+`num_aux_hidden_states` (both engines derive them, and vLLM takes a null for a number). Left out of both: d2t and t2d
+where the draft vocabulary is the target's whole one (vLLM stops at a table that it has no parameter for). The
+speculators form holds the embedding: speculators 0.9.0 drafts from unset memory where it is missing, and vLLM shares
+the target's where it is equal.
 
 Read: SGLang 0.5.11 to 0.5.23 llama_eagle3.py, vLLM 0.32.0 llama_eagle3.py and
 transformers_utils/configs/speculators, speculators 0.9.0 models/eagle3.
