@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_families import make_family
 from helpers_sglang import FakeSGLang, fake_sglang
 from helpers_tiny import make_tiny_target
 from safetensors.torch import load_file, save_file
@@ -65,6 +66,19 @@ def test_the_first_and_last_possible_ids(tiny_target: Path, tmp_path: Path) -> N
         result = run(tiny_target, fake, (0, 1, 7))
     assert [sorted(check.neighbours) for check in result.aux] == [[1], [6, 8]]
     assert not result.unchecked
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "qwen3_moe-mixed", "deepseek_v2", "deepseek_v3", "gpt_oss"])
+def test_other_families(tmp_path: Path, name: str) -> None:
+    """Random models without a tokenizer: experts, latent attention, windows."""
+    folder = tmp_path / name
+    make_family(folder, name)
+    with fake_sglang(folder, tmp_path, aux_layer_ids=(1, 3, 4)) as fake:
+        result = run(folder, fake, (1, 3, 4), middle=True)
+        assert [check.layer_id for check in result.aux] == [1, 4, 3] and not result.unchecked
+        fake.shift = 1
+        with pytest.raises(EngineError, match="self-test: aux layer 1"):
+            run(folder, fake, (1, 3, 4))
 
 
 def reversed_rows(rid: str, ids: Any, aux: Any, final: Any) -> Any:

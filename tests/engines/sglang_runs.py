@@ -35,6 +35,7 @@ device = "cpu"
 args = ["--chunked-prefill-size", "64"]
 [capture]
 in_flight = 8
+check_middle = true
 ring_bytes = 2097152 # 450 rows: full every now and then
 [store]
 shard_bytes = 3_000_000

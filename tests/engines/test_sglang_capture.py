@@ -130,7 +130,7 @@ def test_the_record_tells_how_it_was_checked(run: Run, captured: Path) -> None:
     assert counts["samples"] == SAMPLES and counts["rejected"] == {}
     test = counts["self_test"]
     assert test["logprob_error"] < 0.05 and test["pieces"] == [64, 64, 54] and not test["unchecked"]
-    assert [check["layer_id"] for check in test["aux"]] == [2, 27]
+    assert [check["layer_id"] for check in test["aux"]] == [2, 27, 15]
     assert all(check["worst"] > 0.999 and max(check["neighbours"].values()) < 0.995 for check in test["aux"])
     shards = StoreReader(run.store_url).plan.shards
     assert shards <= counts["spot_checks"]["samples"] <= 2 * shards and counts["spot_checks"]["worst"] < 0.05

@@ -18,6 +18,7 @@ from eyas.target import Target
 
 LAYER_ROWS = 1024  # first rows, kept to be run through the checkpoint's layers
 LOGPROB_ROWS = 256  # last rows, whose log-probabilities are asked for
+_DISTINCT = 20  # ids in a text of 256 words, at least
 _LOST_AFTER_S = 10.0  # rows are on the ring before their request is answered
 _SILENT_S = 600.0
 _WORDS = (
@@ -54,17 +55,21 @@ def canary_lengths(facts: ServerFacts) -> tuple[int, int]:
 
 
 def canary_ids(target: Target, length: int) -> list[int]:
-    """Token ids of a text; random ids where the target's folder has no tokenizer."""
+    """Token ids of a text; random ids where the target's folder has no tokenizer that would make some."""
     chance = random.Random(0)
+    words = _WORDS.split()
+    token_ids: list[int] = []
     try:
         tokenizer = target.tokenizer
     except TargetError:
-        return [chance.randrange(target.vocab_size) for _ in range(length)]
-    token_ids: list[int] = []
-    while len(token_ids) < length:
-        text = " ".join(chance.choice(_WORDS.split()) for _ in range(256))
+        tokenizer = None
+    while tokenizer is not None and len(token_ids) < length:
+        text = " ".join(chance.choice(words) for _ in range(256))
         token_ids += tokenizer.encode(text, add_special_tokens=False)
-    return token_ids[:length]
+        # Transformers makes an empty tokenizer of some families where a folder has none: few ids, or the unknown one.
+        if len(set(token_ids)) < _DISTINCT or max(token_ids) >= target.vocab_size:
+            tokenizer, token_ids = None, []
+    return token_ids[:length] or [chance.randrange(target.vocab_size) for _ in range(length)]
 
 
 def take(ring: Ring, client: EngineClient, token_ids: list[int], rid: str, watch: Callable[[], None]) -> Canary:
