@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eyas.drafter.pack import pack_samples
 from eyas.errors import TrainError
-from eyas.record import load_record
+from eyas.record import load_record, save_record
 from eyas.run import Run, open_run
 from eyas.settings import Train
 from eyas.stages import run_stage
@@ -316,8 +317,6 @@ def test_early_stop_keeps_the_best_which_is_what_is_exported(captured: Path, tmp
 
 
 def test_patience_needs_held_out_samples(tiny_target: Path, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     samples = [replace(sample, split="train") for sample in random_samples([20, 30, 40])]
     run = make_run(tmp_path, tiny_target, samples, overrides=[*SETTINGS, "train.patience=2"])
     for stage in ("capture", "verify"):
@@ -355,6 +354,15 @@ def test_a_run_starts_from_the_export_of_another(captured: Path, tmp_path: Path)
             torch.testing.assert_close(weights(run)[name], tensor, rtol=0, atol=1e-20)
         run_stage(run, "evaluate")
         assert json.loads((run.dir / "eval.json").read_text())["replay"] == measured
+        # With no epoch at all it is taken as it is, bit for bit, and exported again.
+        as_it_is = copy_of(captured, tmp_path / f"{form}-0", start, "train.epochs=0", "export.dtype=float32")
+        record = run_stage(as_it_is, "train")
+        assert record.counts["steps"] == 0 and record.counts["checkpoint"] == "step-0"
+        assert record.counts["heldout"]["verifications"] > 0
+        for name, tensor in weights(first).items():
+            assert torch.equal(weights(as_it_is)[name], tensor), name
+        save_record(as_it_is.dir, replace(record, stage="evaluate"))
+        assert run_stage(as_it_is, "export").counts["checkpoint"] == "step-0"
     # Another drafter in that folder is another input.
     run_stage(first, "train", redo=True)
     assert record.inputs["start drafter"]

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -292,7 +292,9 @@ class Train(Table):
     draft_vocab_size: int = Field(
         32000, ge=16, description="Size of the draft vocabulary, tokens; at most the target's."
     )
-    epochs: float = Field(2.0, gt=0, description="Passes over the training samples.")
+    epochs: float = Field(
+        2.0, ge=0, description="Passes over the training samples; 0 takes `start` as it is, to measure or export it."
+    )
     batch_tokens: int = Field(
         4096, ge=8, description="Token budget of one packed row; longer samples get a row of their own."
     )
@@ -362,6 +364,13 @@ class Train(Table):
         False,
         description="Write logs/tensorboard too, for `tensorboard --logdir`. Needs `pip install eyas[tensorboard]`.",
     )
+
+    @field_validator("epochs")
+    @classmethod
+    def _something_to_take(cls, epochs: float, info: ValidationInfo) -> float:
+        if not epochs and not info.data.get("start"):
+            raise ValueError("0 needs `train.start`, the drafter to take as it is")
+        return epochs
 
 
 class Evaluate(Table):

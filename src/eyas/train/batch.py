@@ -65,8 +65,8 @@ class Schedule:
     def __init__(self, reader: StoreReader, table: Train) -> None:
         self._reader, self._table = reader, table
         self._per_epoch = len(reader.order("train", table.seed, 0))
-        self.samples = max(1, round(self._per_epoch * table.epochs))
-        self.steps = -(-sum(1 for _ in self._packed_rows()) // table.accumulation)
+        self.samples = max(1, round(self._per_epoch * table.epochs)) if table.epochs else 0
+        self.steps = -(-sum(1 for _ in self._packed_rows()) // table.accumulation) if self.samples else 0
 
     def from_step(self, first: int) -> Iterator[StepPlan]:
         """Steps first, first + 1 and so on."""

@@ -150,6 +150,9 @@ class Trainer:
                 self._maybe_stop(stop, signum, done)
                 if pauses:
                     meter.go()
+            if not steps:  # train.epochs = 0: an existing drafter as it is
+                acceptance = self._measure()
+                self._save(0, 0)
         return self._result(meter, feed, acceptance)
 
     @contextmanager
