@@ -15,6 +15,7 @@ from eyas.engine.drafting import Drafting, find_drafting, find_profile, serving_
 from eyas.engine.profile import Profile, load_profile
 from eyas.errors import ExportError, RecipeError
 from eyas.run import Run
+from eyas.stages import stages_of
 
 SERVING = """
 [engine]
@@ -78,6 +79,12 @@ def test_the_tuned_profile_is_used_once_it_is_there(run: Run) -> None:
     named = run.recipe.serving.model_copy(update={"profile": "serving"})
     asked = Run(run.recipe.model_copy(update={"serving": named}), run.arguments)
     assert find_profile(asked) == "serving" and find_drafting(asked).drafts == 5
+
+
+def test_a_recipe_that_names_the_engine_ends_with_serving(run: Run) -> None:
+    named = run.recipe.serving.model_copy(update={"kind": "sglang"})
+    serving = Run(run.recipe.model_copy(update={"serving": named}), "")
+    assert stages_of(run)[-1] == "export" and stages_of(serving)[-1] == "serving"
 
 
 def test_no_drafter_and_no_engine_are_told(run: Run) -> None:
