@@ -3,10 +3,12 @@
 import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from eyas.capture.filing import Filing
 from eyas.capture.spot import SpotChecks
@@ -77,6 +79,18 @@ def capture_from_server(run: Run, target: Target, tokens: Tokens, writer: StoreW
         return asyncio.run(_Capture(run, target, tokens, writer, stop, state).run())
 
 
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """torch computes in the thread that calls it: else each writing thread would have as many threads of its own as
+    there are cores, beside a server that needs those."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Capture:
     def __init__(
         self, run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop, state: ServerState
@@ -142,6 +156,7 @@ class _Capture:
         unchecked = "the server runs random weights" if facts.dummy_weights else ""
         before = ring.counters()
         with (
+            _one_torch_thread(),
             Progress("capture", total, "tokens", self.run_.logs_dir, done=total - left) as progress,
             SpotChecks(self.target, facts.dtype, recipe.store.final_encoding, unchecked) as spots,
             Filing(ring, self.writer) as filing,
