@@ -107,7 +107,8 @@ def self_test(
     unchecked: dict[str, str] = {}
     error, checks = None, []
     if not 0 < facts.chunk_tokens < length:  # `pieces` tells less: the ring may split what the server did not
-        unchecked["chunks"] = f"the server takes no prompt longer than its chunks of {facts.chunk_tokens} tokens"
+        chunks = f"takes no prompt longer than its chunks of {facts.chunk_tokens} tokens"
+        unchecked["chunks"] = f"the server {chunks if facts.chunk_tokens else 'prefills each prompt in one piece'}"
     if facts.dummy_weights:
         unchecked |= dict.fromkeys(("final", "aux"), "the server runs random weights (--load-format dummy)")
     else:
