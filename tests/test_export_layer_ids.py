@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.errors import ExportError
 from eyas.drafter.layer_ids import sglang_captures, sglang_layer_ids, vllm_layer_ids
+from eyas.errors import ExportError
 from eyas.target import SUPPORTED_MODEL_TYPES
 
 # ours, model_type, SGLang release, layers of the target -> what the config must say

@@ -187,7 +187,7 @@ def test_huge_states_stop_training_with_the_weights_before_them(
     told = str(error.value)
     assert re.search(rf"step {step + 1}: loss \S+, gradient norm (nan|inf); samples {victim} ", told), told
     assert "(largest state 3e+38)" in told and told.count("largest state") == 1
-    assert f"step-{step}" in error.value.next and "train.lr" in error.value.next
+    assert f"step-{step}" in error.value.next and "--redo capture" in error.value.next
     assert latest(run.train_dir) == run.train_dir / f"step-{step}"
     # Exactly what a run has that stops there.
     other = copy_of(folder, tmp_path / "other", *settings[:2], "train.checkpoint_every=1")
@@ -208,6 +208,7 @@ def test_a_learning_rate_that_is_too_high_names_all_samples_of_the_step(captured
     with pytest.raises(TrainError) as error:
         run_stage(run, "train")
     told = re.search(r"step (\d+): loss (\S+), gradient norm (\S+); samples (.+)", str(error.value))
+    assert "after lowering train.lr" in error.value.next
     assert told and int(told[1]) > 1 and len(re.findall(r"[0-9a-f]{32} \(largest state", told[4])) > 1
 
 

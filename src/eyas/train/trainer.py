@@ -208,13 +208,19 @@ class Trainer:
         if anomaly.step and not kept.exists():
             self._save(anomaly.step, self.schedule.samples_before(anomaly.step))
         guilty = find_guilty(self.reader, anomaly.sample_ids, self._is_finite)
+        before = f"; the weights before that step are in {kept} (train.start takes them)" if anomaly.step else ""
+        if guilty.too_large:
+            cause = "states that are finite, so that nothing refused them, but far too large"
+            remedy = f"{self.run.command('run', '--redo', 'capture')}   # or leave their source out"
+        else:
+            cause = "a learning rate that is too high"
+            remedy = f"{self.run.command('train', '--redo')}   # after lowering train.lr"
         raise TrainError(
             f"step {anomaly.step + 1}: loss {anomaly.loss}, gradient norm {anomaly.grad_norm}; samples "
-            + ", ".join(guilty),
+            + ", ".join(guilty.named),
             expected="finite numbers",
-            cause="states that are finite but far too large for these samples, or a learning rate that is too high",
-            next=f"{self.run.command('verify', '--redo')}   # then lower train.lr"
-            + (f"; the weights before that step are in {kept} (train.start takes them)" if anomaly.step else ""),
+            cause=cause,
+            next=remedy + before,
         )
 
     def _is_finite(self, sample: StoredSample) -> bool:

@@ -114,15 +114,33 @@ class Watch:
         raise AssertionError("a step was held back, so one of them is not finite")
 
 
-def find_guilty(reader: StoreReader, sample_ids: Sequence[str], is_finite: Callable[[StoredSample], bool]) -> list[str]:
-    """Those samples of a bad step that are bad alone, each with its largest state; all of them where none is."""
-    guilty = []
+# No model's states are near this: the largest known, of single outlier channels, are about 1e5.
+_TOO_LARGE = 1e10
+
+
+@dataclass(frozen=True)
+class Guilty:
+    """The samples of a bad step that are bad by themselves.
+
+    Attributes:
+        named: each with its largest state; all of the step, without it, where none is bad alone.
+        too_large: whether those states explain it.
+    """
+
+    named: list[str]
+    too_large: bool
+
+
+def find_guilty(reader: StoreReader, sample_ids: Sequence[str], is_finite: Callable[[StoredSample], bool]) -> Guilty:
+    """Look at each sample of a bad step alone."""
+    named, most = [], 0.0
     for sample_id in sample_ids:
         sample = reader.read(sample_id)
         if not is_finite(sample):
-            states = (sample.aux_hidden_states, sample.final_hidden_states)
-            guilty.append(f"{sample_id} (largest state {max(float(each.abs().max()) for each in states):.3g})")
-    return guilty or list(sample_ids)
+            largest = max(float(each.abs().max()) for each in (sample.aux_hidden_states, sample.final_hidden_states))
+            named.append(f"{sample_id} (largest state {largest:.3g})")
+            most = max(most, largest)
+    return Guilty(named or list(sample_ids), most > _TOO_LARGE)
 
 
 class Meter:
