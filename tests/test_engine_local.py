@@ -22,13 +22,13 @@ FP32 = Engine(dtype="float32", device="cpu")
 
 @pytest.fixture(scope="module")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 (norms on queries and keys, tied embeddings) of 6 layers."""
+    """A random Qwen3 (norms on queries and keys, tied embeddings) of 8 layers."""
     torch.manual_seed(1)
     config = Qwen3Config(
         vocab_size=259,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

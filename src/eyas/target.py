@@ -126,7 +126,7 @@ class Target:
     def default_aux_layer_ids(self) -> list[int]:
         """[2, n//2, n-3]: EAGLE-3's choice, in the one meaning of layer ids (residual stream after i layers)."""
         n = self.num_layers
-        if n < 6:
+        if n < 7:  # of 6 layers the second and the third would be the same
             raise TargetError(
                 f"{self.path}: {n} layers are too few for the default aux layers [2, n//2, n-3]",
                 next=f"set drafter.aux_layer_ids to three rising ids of 0 to {n - 1}",
