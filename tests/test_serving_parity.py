@@ -21,7 +21,7 @@ from eyas.errors import VerificationFailed
 from eyas.evaluate import parity, serving
 from eyas.evaluate.again import Exchange
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
-from eyas.evaluate.parity import choose_prompts, compare
+from eyas.evaluate.parity import Counted, choose_prompts, compare, counted
 from eyas.evaluate.prompts import load_sets
 from eyas.run import Run
 from eyas.stages import run_stage
@@ -65,7 +65,7 @@ def target(run: Run) -> Target:
     return load_target(run.recipe.target)
 
 
-def play(run: Run, target: Target, layers: list[int] = LAYERS, **wrong: Any) -> tuple[list[Exchange], Acceptance]:
+def play(run: Run, target: Target, layers: list[int] = LAYERS, **wrong: Any) -> tuple[list[Exchange], Counted]:
     """What an engine answers and counts, that has these things wrong."""
     drafter = load_drafter(next(run.train_dir.glob("step-*")))
     embedding = load_target_head(target, torch.float32, CPU).embedding
@@ -85,7 +85,7 @@ def play(run: Run, target: Target, layers: list[int] = LAYERS, **wrong: Any) -> 
         drafted = decode_speculative(session, DrafterSession(drafter, embedding, DRAFTS), ids, TOKENS, 0.0, generator)
         total.merge(drafted.acceptance)
         exchanges.append(Exchange(ids, drafted.token_ids, drafted.token_ids))
-    return exchanges, total
+    return exchanges, counted(total, [exchange.answer for exchange in exchanges], [])
 
 
 def decoding(run: Run, prompts: int) -> Run:
@@ -95,10 +95,10 @@ def decoding(run: Run, prompts: int) -> Run:
 
 
 def test_an_engine_that_is_right_agrees(run: Run, target: Target) -> None:
-    exchanges, counted = play(run, target)
-    told = compare(decoding(run, PROMPTS), target, Drafting(run.export_dir, DRAFTS), exchanges, counted, "float32")
+    exchanges, told_by = play(run, target)
+    told = compare(decoding(run, PROMPTS), target, Drafting(run.export_dir, DRAFTS), exchanges, told_by, "float32")
     print(json.dumps(told))
-    assert 1.3 < counted.length < DRAFTS + 1, "both outcomes must have been met"
+    assert 1.3 < told_by.acceptance.length < DRAFTS + 1, "both outcomes must have been met"
     assert told["passed"] and told["gap"] < 0.01 and "causes" not in told
     assert told["decode"]["acceptance_length"] == told["engine"]["acceptance_length"]
     assert told["differences"] == {"answers": 0, "of": PROMPTS, "largest_tie": None}
@@ -115,8 +115,8 @@ def test_an_engine_that_is_right_agrees(run: Run, target: Target) -> None:
     ],
 )
 def test_what_an_engine_has_wrong_is_named_first(run: Run, target: Target, wrong: dict[str, Any], named: str) -> None:
-    exchanges, counted = play(run, target, **wrong)
-    told = compare(run, target, Drafting(run.export_dir, DRAFTS), exchanges, counted, "float32")
+    exchanges, told_by = play(run, target, **wrong)
+    told = compare(run, target, Drafting(run.export_dir, DRAFTS), exchanges, told_by, "float32")
     print(wrong, json.dumps({key: told[key] for key in ("engine", "replay", "gap")}), told.get("causes"))
     assert not told["passed"]
     assert told["causes"][0]["cause"].startswith(named)
@@ -126,17 +126,31 @@ def test_what_an_engine_has_wrong_is_named_first(run: Run, target: Target, wrong
 
 
 def test_answers_beyond_the_drafters_context_are_told(run: Run, target: Target, tmp_path: Path) -> None:
-    exchanges, counted = play(run, target, layers=[1, 3, 5])
+    exchanges, told_by = play(run, target, layers=[1, 3, 5])
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 40}))
-    told = compare(run, target, Drafting(tmp_path, DRAFTS), exchanges, counted, "float32")
+    told = compare(run, target, Drafting(tmp_path, DRAFTS), exchanges, told_by, "float32")
     assert told["causes"][0]["cause"].startswith("context: max_position_embeddings is 40, and an answer reaches")
 
 
 def test_answers_that_differ_are_told_with_how_near_a_tie_it_was(run: Run, target: Target) -> None:
-    exchanges, counted = play(run, target)
+    exchanges, told_by = play(run, target)
     session = TargetSession(target, torch.float32, CPU, LAYERS)
     assert decode_plain(session, exchanges[1].prompt, TOKENS, 0.0, torch.Generator()).token_ids == exchanges[1].answer
     other = exchanges[0].answer[:3] + [exchanges[0].answer[3] ^ 1, *exchanges[0].answer[4:]]
     changed = [dataclasses.replace(exchanges[0], plain=other), *exchanges[1:]]
-    told = compare(run, target, Drafting(run.export_dir, DRAFTS), changed, counted, "float32")
+    told = compare(run, target, Drafting(run.export_dir, DRAFTS), changed, told_by, "float32")
     assert told["differences"]["answers"] == 1 and told["differences"]["largest_tie"] > 0
+
+
+def test_what_is_accepted_behind_an_answers_end_is_taken_out() -> None:
+    """Two answers of 7 tokens, 3 drafts: the one ends with the token after the drafts, the other's last verification
+    accepts three where one is left."""
+    total = Acceptance.none(3)
+    for accepted in (3, 1, 3, 0, 3):
+        total.add(accepted)
+    answers = [list(range(7)), list(range(7))]
+    of_each = counted(total, answers, [(0, 1, 0, 1), (1, 0, 0, 2)])
+    assert of_each.low == of_each.high == 1 + 8 / 5, "4 of the first; 3, 0 and 1 of the second"
+    together = counted(total, answers, [])
+    assert (together.low, together.high) == (1 + 7 / 5, 1 + 9 / 5) and together.low <= of_each.low <= together.high
+    assert together.gap(2.5) == 0 and together.gap(2.0) == pytest.approx(2.0 / 2.4 - 1)

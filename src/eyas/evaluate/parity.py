@@ -6,6 +6,7 @@ exported: a folder that makes the engine serve another drafter shows up as a dif
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,52 @@ from eyas.run import Run
 from eyas.store.reader import StoredSample
 from eyas.target import Target
 
-SET = "parity"
+SET = "(parity)"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What an engine counted over some answers.
+
+    Attributes:
+        acceptance: as it counts: drafts that the target agrees with behind an answer's end are among them.
+        low, high: bounds of the acceptance length without those, which is what a walk over the answers sees.
+    """
+
+    acceptance: Acceptance
+    low: float
+    high: float
+
+    def gap(self, length: float) -> float:
+        """By what share of it another acceptance length lies outside the bounds; 0 within them."""
+        nearest = min(max(length, self.low), self.high)
+        return (length - nearest) / nearest
+
+
+def counted(acceptance: Acceptance, answers: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> Counted:
+    """Take out what was accepted behind the ends.
+
+    All tokens of an answer but the first are of verifications, each of its accepted drafts and one more. What these sum
+    up to beyond the answers is behind their ends; where there is something behind an end, the last token was a draft
+    and the one after the drafts is among it.
+
+    Args:
+        accepted: for each answer, its verifications by number of accepted drafts (SGLang); empty: counted for all
+            together (vLLM), so that it isn't known how many answers end so.
+    """
+    drafts = int(acceptance.accepted_at.sum())
+    if accepted:
+        over = [
+            sum((taken + 1) * count for taken, count in enumerate(histogram)) - (len(answer) - 1)
+            for answer, histogram in zip(answers, accepted, strict=True)
+        ]
+        within = drafts - sum(max(beyond - 1, 0) for beyond in over)
+        bounds = (within, within)
+    else:
+        behind = max(drafts + acceptance.verifications - sum(len(answer) - 1 for answer in answers), 0)
+        bounds = (drafts - behind, drafts - behind + min(behind, len(answers)))
+    low, high = (1 + count / acceptance.verifications for count in bounds)
+    return Counted(acceptance, low, high)
 
 
 def choose_prompts(sets: PromptSets, count: int) -> PromptSets:
@@ -38,7 +84,7 @@ def choose_prompts(sets: PromptSets, count: int) -> PromptSets:
 
 
 def compare(
-    run: Run, target: Target, drafting: Drafting, exchanges: Sequence[Exchange], engine: Acceptance, dtype: str
+    run: Run, target: Target, drafting: Drafting, exchanges: Sequence[Exchange], engine: Counted, dtype: str
 ) -> dict[str, Any]:
     """Replay and decode what the engine answered; the figures side by side, the causes where they differ.
 
@@ -54,15 +100,17 @@ def compare(
     total = added(replayed, drafts)
     count = min(run.recipe.evaluate.decode_prompts, len(exchanges))
     decoded = _decode(run, target, reference, drafting, exchanges[:count], dtype)
-    gaps = {"replay": gap(total, engine)}
-    if count:
-        same = engine if count == len(exchanges) else added(replayed[:count], drafts)
-        gaps["decode"] = gap(decoded, same)
+    gaps = {"replay": engine.gap(total.length)}
+    if count == len(exchanges):
+        gaps["decode"] = engine.gap(decoded.length)
+    elif count:
+        same = added(replayed[:count], drafts).length
+        gaps["decode"] = (decoded.length - same) / same
     worst = max(abs(value) for value in gaps.values())
     figures: dict[str, Any] = {
         **{"prompts": len(exchanges), "drafts": drafts, "topology": drafting.topology, "temperature": 0.0},
         "tokens": sum(len(each.answer) for each in exchanges),
-        "engine": engine.as_json(),
+        "engine": engine.acceptance.as_json() | {"within": [round(engine.low, 4), round(engine.high, 4)]},
         "replay": total.as_json(),
         "decode": decoded.as_json() | {"prompts": count, "along": dtype != "float32"} if count else None,
         "gaps": {name: round(value, 5) for name, value in gaps.items()},
@@ -71,13 +119,8 @@ def compare(
         "differences": _differences(exchanges, samples, reference),
     }
     if not figures["passed"]:
-        figures["causes"] = causes(run, target, drafting, exchanges, reference, dtype, engine, samples)
+        figures["causes"] = causes(run, target, drafting, exchanges, reference, dtype, engine.acceptance, samples)
     return figures
-
-
-def gap(one: Acceptance, other: Acceptance) -> float:
-    """How much longer `one` is than `other`, as a share of it."""
-    return (one.length - other.length) / other.length
 
 
 def _decode(

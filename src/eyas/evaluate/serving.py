@@ -134,6 +134,7 @@ class _Measurement:
             exchanged = {
                 "prompts": [asked[0] for asked in done.prompts.values() if asked],
                 "answers": [answers[0].token_ids for answers in done.answers.values() if answers],
+                "accepted": [answers[0].accepted or () for answers in done.answers.values() if answers],
             }
         else:
             done, exchanged = self._bench.measure(state, unit.set, unit.streams, drafts, salt), {}
@@ -174,8 +175,14 @@ class _Measurement:
         drafted, plain = found[WITH][1], found[WITHOUT][1]
         engine = acceptance_of([drafted["figures"]])
         assert engine is not None, "a pass with the drafter has counts"
+        accepted = drafted["accepted"] if any(drafted["accepted"]) else []
         figures = parity.compare(
-            self._run, self._bench.target, self._drafting, _exchanges(drafted, plain), engine, self._dtype
+            self._run,
+            self._bench.target,
+            self._drafting,
+            _exchanges(drafted, plain),
+            parity.counted(engine, drafted["answers"], accepted),
+            self._dtype,
         )
         return results | {"parity": figures, "parity_gap": figures["gap"]}
 
