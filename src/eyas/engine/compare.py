@@ -17,6 +17,10 @@ _FP8_LOSS = (
 _QUANTISED_COSINE = 0.98  # the engine rounds activations to fp8 or less where weights are quantised
 # Share of rows that must reach it. Where experts are chosen, a row whose choice is a near tie may choose another.
 _DENSE_SHARE, _EXPERTS_SHARE = 1.0, 0.9
+# The same rows in two batches, through all layers. Rows of another position or request carry other token ids, which is
+# seen before; this is for kernels that compute chunks otherwise.
+_AGREEMENT = {"float32": 0.99, "bfloat16": 0.97, "float16": 0.97}
+_EXPERTS_AGREEMENT = 0.9
 _FACTOR = 2.0  # the neighbours must be at least so many times farther away
 # Mean |difference| of log-probabilities. fp8 rounds the final states themselves: 0.048 on text with SmolLM2, 0.145 on
 # random ids; bf16 0.004 and 0.011.
@@ -94,6 +98,11 @@ def cosine_limit(target: Target, dtype: str, encoding: str) -> float:
     base = min(_COSINE[dtype], _QUANTISED_COSINE if target.text_config.get("quantization_config") else 1.0)
     base = min(base, _QUANTISED_COSINE if target.config.get("quantization_config") else 1.0)
     return base - (_FP8_LOSS if encoding == "fp8" else 0.0)
+
+
+def agreement_limit(target: Target, dtype: str) -> float:
+    """Cosine that the same row must reach between two batches of an engine that runs in `dtype`."""
+    return min(_AGREEMENT[dtype], _EXPERTS_AGREEMENT if _has_experts(target) else 1.0)
 
 
 def _has_experts(target: Target) -> bool:

@@ -22,7 +22,18 @@ from torch import Tensor
 
 from eyas.engine.canary import LAYER_ROWS, Canary, canary_ids, canary_lengths, take
 from eyas.engine.client import EngineClient, ServerFacts, Transient
-from eyas.engine.compare import LOGPROB_LIMIT, TIE, AuxCheck, Head, cosine, cosine_limit, judge, logprob_error, reached
+from eyas.engine.compare import (
+    LOGPROB_LIMIT,
+    TIE,
+    AuxCheck,
+    Head,
+    agreement_limit,
+    cosine,
+    cosine_limit,
+    judge,
+    logprob_error,
+    reached,
+)
 from eyas.engine.partial import PartialDecoder, Unchecked, embeddings
 from eyas.errors import EngineError
 from eyas.tap.ring import Ring
@@ -103,7 +114,7 @@ def self_test(
     finally:
         ring.close()
     limit = cosine_limit(target, dtype, "fp8" if "fp8" in encodings else "bf16")
-    agreement = _agreement(target, long_one, short_one, aux_layer_ids, min(limit, 0.99))
+    agreement = _agreement(target, long_one, short_one, aux_layer_ids, agreement_limit(target, dtype))
     unchecked: dict[str, str] = {}
     error, checks = None, []
     if not 0 < facts.chunk_tokens < length:  # `pieces` tells less: the ring may split what the server did not
