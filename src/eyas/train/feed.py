@@ -141,7 +141,8 @@ class Feed:
         torch.cuda.set_device(self._parallel.device)
         with torch.cuda.stream(self._stream):
             item = next(self._items)
-        self._stream.synchronize()
+            copied = self._mark()
+        copied.synchronize()
         return item
 
     def _take(self) -> Item | None:
@@ -163,7 +164,7 @@ class Feed:
         return item
 
     def _mark(self) -> Any:
-        """The place in the GPU's queue where everything is done that was launched so far."""
+        """The place in the current stream where everything is done that was launched so far."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(blocking=True)
