@@ -14,7 +14,8 @@ from eyas.engine.launch import Kind
 from eyas.errors import EngineError
 from eyas.progress import duration, size
 
-_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): \S")
+# pydantic's message has its reason on the next line.
+_ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception): (?!\d+ validation error)\S|^\s*Value error, ")
 _FRAMES = 6
 _LOG_SHOWN = 8
 
