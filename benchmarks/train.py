@@ -13,7 +13,7 @@ supervised.
 
 Compared is equal work: speculators freezes lm_head, so it stands beside Eyas with `train.freeze_lm_head`, and
 SpecForge, which trains it, beside Eyas' default. speedup_full and speedup_half are those against the faster of the two.
-The last line is one JSON object, kept in benchmarks/results/train.json (GPU and clean tree only).
+The last line is one JSON object, kept in benchmarks/results/train.json (train_cpu.json) where the tree is clean.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class State:
 
 def brief(result: dict[str, Any]) -> str:
     """An answer in a line."""
-    if "tokens_per_s" in result:
+    if "step_ms" in result:
         parts = " / ".join(f"{result[f'{part}_ms']:.1f}" for part in ("forward", "backward", "optimizer"))
         line = f"{result['tokens_per_s']:,.0f} tokens/s, {result['step_ms']:.1f} ms a step ({parts})"
         if "peak_gib" in result:
@@ -140,8 +140,8 @@ def difference(own: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     return {"eyas": own, "theirs": theirs, "largest_relative_difference": largest}
 
 
-def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """All blocks, each trainer in turn, round after round."""
+def run(arguments: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
+    """All blocks, each trainer in turn, round after round; the result so far after each round, and at the end."""
     shape, device = ("small", "cpu") if arguments.cpu else (arguments.shape, "cuda")
     rows = {"eyas": arguments.rows, "speculators": 2, "specforge": arguments.specforge_rows}
     settings = {"shape": shape, "device": device}
@@ -149,9 +149,19 @@ def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     for peer in arguments.only or (["speculators"] if arguments.cpu else ["speculators", "specforge"]):
         own = {"compact": False} if peer == "specforge" else {}
         workers[peer] = Worker(peer, peer, arguments.peers / peer, settings | own, work)
+    extra = {}
+    if not arguments.cpu:
+        extra["kimi"] = Worker("eyas-kimi", "eyas", None, {"shape": "kimi", "device": device}, work)
+        extra["store"] = Worker("eyas-store", "store", None, settings | {"work": str(work / "stored")}, work)
+        extra["store"].tell(do="fill", rows=rows["eyas"], share=0.5, steps=12, encoding="bf16")
     state = State(arguments.state or work / "state.json")
     warm_up(workers, rows)
+    for worker in extra.values():
+        worker.answer()
     losses = compare_losses(state, workers, rows, SHAPES[shape].tokens)
+    if extra:
+        extra["store"].answer()
+    result: dict[str, Any] = {}
     for repeat in range(arguments.repeats):
         for case, share in SHARES.items():
             for name, worker in workers.items():
@@ -159,37 +169,30 @@ def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
                 state.ask(worker, f"{case} {repeat}", **command)
                 if name == "eyas":
                     state.ask(worker, f"{case} frozen {repeat}", **command, frozen=True)
+        result = summary(state.known, list(workers), rows, repeat + 1) | {"losses": losses}
+        yield result
     for worker in workers.values():
         worker.stop()
-    result = summary(state.known, list(workers), rows, arguments.repeats) | {"losses": losses}
-    return result if arguments.cpu else result | alone(state, shape, rows["eyas"], work)
+    if extra:
+        large = {share: state.ask(extra["kimi"], share, do="measure", rows=2, share=SHARES[share]) for share in SHARES}
+        extra["kimi"].stop()
+        yield (result := result | {"kimi_shape": large})
+        stored = state.ask(extra["store"], "half", do="train")
+        extra["store"].stop()
+        yield result | {"from_a_store_on_disk": stored, "data_wait": stored["data_wait"]}
 
 
 def warm_up(workers: dict[str, Worker], rows: dict[str, int]) -> None:
-    """Let all compile: the peers together, Eyas after them, as the GPU's memory may not hold steps of all three."""
+    """Let all compile at once. SpecForge's step needs most of the GPU's memory, so Eyas waits for its first."""
     for worker in workers.values():
         worker.answer()
     peers = [name for name in workers if name != "eyas"]
     for name in peers:
         workers[name].tell(do="warm", rows=rows[name], share=1.0)
-    warm = {name: workers[name].answer() for name in peers}
-    warm["eyas"] = workers["eyas"].ask(do="warm", rows=rows["eyas"], share=1.0)
-    for name, answer in warm.items():
-        print(f"{name}: first step {json.dumps(answer)}", flush=True)
-
-
-def alone(state: State, shape: str, rows: int, work: Path) -> dict[str, Any]:
-    """What is measured once the others are gone: memory at Kimi's shape, and training from a store on disk."""
-    kimi = Worker("eyas-kimi", "eyas", None, {"shape": "kimi", "device": "cuda"}, work)
-    kimi.answer()
-    large = {share: state.ask(kimi, f"{share}", do="measure", rows=2, share=share) for share in (1.0, 0.5)}
-    kimi.stop()
-    settings = {"shape": shape, "device": "cuda", "work": str(work / "stored")}
-    store = Worker("eyas-store", "store", None, settings, work)
-    store.answer()
-    stored = state.ask(store, "half", do="measure", rows=rows, share=0.5, steps=24, encoding="bf16")
-    store.stop()
-    return {"kimi_shape": large, "from_a_store_on_disk": stored, "data_wait": stored["data_wait"]}
+    for name in sorted(peers):  # SpecForge before speculators
+        print(f"{name}: first step {json.dumps(workers[name].answer())}", flush=True)
+        if name == sorted(peers)[0]:
+            print(f"eyas: first step {json.dumps(workers['eyas'].ask(do='warm', rows=1, share=1.0))}", flush=True)
 
 
 def summary(known: dict[str, dict[str, Any]], names: list[str], rows: dict[str, int], repeats: int) -> dict[str, Any]:
@@ -230,11 +233,11 @@ def main() -> int:
     parser.add_argument("--state", type=Path, help="where answers are kept, to go on from")
     arguments = parser.parse_args()
     arguments.rows = arguments.rows or (2 if arguments.cpu else 8)
+    facts = machine_facts()
     with tempfile.TemporaryDirectory(prefix="eyas-train-") as folder:
-        result = run(arguments, Path(folder))
-    result |= machine_facts()
-    if not arguments.cpu:
-        save_result("train", result)
+        for result in run(arguments, Path(folder)):
+            result |= facts
+            save_result("train_cpu" if arguments.cpu else "train", result, of_gpu=not arguments.cpu)
     print(json.dumps(result))
     return 0
 

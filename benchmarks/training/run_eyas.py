@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from common import SHAPES, Job, Timed, World, serve
+from common import SHAPES, Job, Timed, World, serve, synchronize
 from torch import Tensor
 
 from eyas.drafter.align import IntArray, teaching_positions
@@ -55,12 +56,24 @@ class Ours(Timed):
     def __init__(self, shape: str, device: str) -> None:
         self.world = World(SHAPES[shape], device)
         self.device, self.dtype, self.shape = self.world.device, self.world.dtype, self.world.shape
-        self.embedding = self.world.embedding()
-        head = self.world.target_head()
-        self.head, self.lm_head_draft = head, head[self.world.draft_ids.to(self.device)]
-        self.drafter = self._drafter()
 
-    def _drafter(self, **switches: bool) -> Drafter:
+    @cached_property
+    def embedding(self) -> Tensor:
+        return self.world.embedding()
+
+    @cached_property
+    def head(self) -> Tensor:
+        return self.world.target_head()
+
+    @cached_property
+    def lm_head_draft(self) -> Tensor:
+        return self.head[self.world.draft_ids.to(self.device)]
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        return self.new_drafter()
+
+    def new_drafter(self, **switches: bool) -> Drafter:
         s = self.shape
         config = DrafterConfig(
             hidden_size=s.hidden,
@@ -137,6 +150,7 @@ class Ours(Timed):
         pack = row_of(np.arange(rows)).pack
         flops = step_flops(self.drafter.config, pack, trained_head=not frozen)
         del pack
+        synchronize(self.device)  # the feed reads the samples on a stream of its own
         with Feed(Again(rows, tokens), 0, row_of, parallel) as feed:  # type: ignore[arg-type]
             plans = feed.steps()
 
@@ -153,7 +167,7 @@ class Ours(Timed):
     def losses(self, rows: int, tokens: int, prompt: int, normed: bool = False, **switches: bool) -> dict[str, Any]:
         """Mean cross-entropy and mean divergence of each step's trained rows, with the weights that all begin with."""
         row = self._row(self._samples(rows, tokens, prompt, normed))
-        loss = self._loss(self._drafter(**switches), row)
+        loss = self._loss(self.new_drafter(**switches), row)
         index = row.pack.index
         teachers = Teachers.of(row.pack.final[index.final_rows], self.lm_head_draft)
         entropy = torch.cat(

@@ -125,7 +125,7 @@ class SpecForge(Timed):
         columns = self.shape.draft_vocab if self.compact else self.shape.vocab
         yield Job(step, tokens, tokens * self.world.flops_per_token(trained_head=True, teacher_columns=columns))
 
-    @torch.no_grad()
+    # Without no_grad, which would compile everything anew.
     def losses(self, rows: int, prompt: int) -> dict[str, Any]:
         """Mean cross-entropy of each step's trained rows, with the weights that all begin with."""
         self.world.load(self.draft)

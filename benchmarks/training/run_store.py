@@ -74,23 +74,25 @@ def fill_store(run: Run, device: str) -> None:
 class Stored:
     def __init__(self, shape: str, device: str, work: str) -> None:
         self.shape, self.device, self.work = SHAPES[shape], device, Path(work)
-        write_ends(self.work / "target", self.shape, device)
 
-    def measure(self, rows: int, share: float, steps: int, encoding: str) -> dict[str, Any]:
-        """Train so many steps of `rows` rows each, on three steps' worth of samples."""
+    def fill(self, rows: int, share: float, steps: int, encoding: str) -> dict[str, Any]:
+        """A store of three steps' samples, for so many steps of `rows` rows each."""
+        write_ends(self.work / "target", self.shape, self.device)
         recipe = self.work / "recipe.toml"
         recipe.write_text(f'target.path = "{self.work / "target"}"\ndata.sources = [{{ path = "unused.jsonl" }}]\n')
         settings = [f"name={encoding}", f"runs_dir={self.work / 'runs'}", f"store.encoding={encoding}"]
         settings += [f"train.batch_tokens={rows * self.shape.tokens}", f"train.epochs={steps / 3}"]
         settings += [f"train.draft_vocab_size={self.shape.draft_vocab}", f"train.ttt_steps={self.shape.ttt_steps}"]
         settings += ["store.min_free_bytes=0", f"train.device={self.device}"]
-        run = open_run(recipe, settings)
-        write_tokens(run, 3 * rows, self.shape.tokens, share)
-        fill_store(run, self.device)
-        counts = loop.execute(run).counts
-        return {name: counts[name] for name in ("tokens_per_s", "data_wait", "mfu") if name in counts} | {
-            "steps": steps
-        }
+        self.run = open_run(recipe, settings)
+        write_tokens(self.run, 3 * rows, self.shape.tokens, share)
+        fill_store(self.run, self.device)
+        return {"samples": 3 * rows}
+
+    def train(self) -> dict[str, Any]:
+        """The whole stage; rates as it records them."""
+        counts = loop.execute(self.run).counts
+        return {name: counts[name] for name in ("steps", "tokens_per_s", "data_wait", "mfu") if name in counts}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ Shapes: R rows, S keys, Hq/Hk query/key-value heads, D head_dim, k later steps.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ from torch.autograd.function import once_differentiable
 from eyas.drafter.align import Alignment, IntArray
 from eyas.drafter.attention import OwnEntries, to_device
 from eyas.drafter.ops import take_rows
+from eyas.progress import say
 
 _CUDNN_GAIN = 1.6  # how many more entries cuDNN may compute before torch's kernel wins
 _CUDNN_LEAST_LENGTH = 1024  # mean length of samples from which a call each pays
-_CUDNN_MOST_HEAD_DIM = 128
+_MOST_DIFFERENCE = 2e-2  # between two kernels in bf16, relative; seen: 0.4%
 _NO_WEIGHT = 1e30  # a log-sum-exp under which every entry's weight is 0
 
 
@@ -79,24 +81,37 @@ class FlashAttention:
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Over the context alone: output [spread rows, Hq, D] and log-sum-exp, fp32 [Hq, spread rows]."""
-        if self.cudnn and queries.shape[2] <= _CUDNN_MOST_HEAD_DIM:
+        if self.cudnn and _cudnn_agrees(*queries.shape[1:], keys.shape[1], queries.dtype, queries.device):
             return _cudnn_forward(queries, keys, values, self.samples)
         bounds = (self.cu_queries, self.cu_keys, self.max_queries, self.max_keys)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(queries, keys, values, *bounds, 0.0, True, False)
-        return out, lse
+        return _flash_forward(queries, keys, values, bounds)
 
     def backward(
         self, grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values from output and log-sum-exp of the joint softmax."""
-        if self.cudnn and queries.shape[2] <= _CUDNN_MOST_HEAD_DIM:
+        if self.cudnn and _cudnn_agrees(*queries.shape[1:], keys.shape[1], queries.dtype, queries.device):
             return _cudnn_backward(grad, queries, keys, values, out, lse, self.samples)
         bounds = (self.cu_queries, self.cu_keys, self.max_queries, self.max_keys)
-        unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # the state of dropout's random numbers
-        d_queries, d_keys, d_values = torch.ops.aten._flash_attention_backward(
-            grad, queries, keys, values, out, lse, *bounds, 0.0, True, unused, lse.new_empty(0)
-        )
-        return d_queries, d_keys, d_values
+        return _flash_backward(grad, queries, keys, values, out, lse, bounds)
+
+
+Bounds = tuple[Tensor, Tensor, int, int]
+
+
+def _flash_forward(queries: Tensor, keys: Tensor, values: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(queries, keys, values, *bounds, 0.0, True, False)
+    return out, lse
+
+
+def _flash_backward(
+    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, bounds: Bounds
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # the state of dropout's random numbers
+    d_queries, d_keys, d_values = torch.ops.aten._flash_attention_backward(
+        grad, queries, keys, values, out, lse, *bounds, 0.0, True, unused, lse.new_empty(0)
+    )
+    return d_queries, d_keys, d_values
 
 
 def _pays_for_cudnn(query_lengths: IntArray, key_lengths: IntArray, device: torch.device) -> bool:
@@ -107,6 +122,39 @@ def _pays_for_cudnn(query_lengths: IntArray, key_lengths: IntArray, device: torc
     needed = (query_lengths * (key_lengths - query_lengths / 2)).sum()
     whole = sum(_room(int(length)) ** 2 / 2 for length in key_lengths)
     return bool(whole < _CUDNN_GAIN * needed)
+
+
+@lru_cache
+def _cudnn_agrees(heads: int, dim: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN takes these heads, and gives what torch's kernel gives: seen on two short samples, once a process.
+
+    It is reached through operators that torch keeps to itself, and plans differ by version of cuDNN and kind of GPU.
+    """
+    lengths = [200, 300]
+    offsets = torch.tensor([0, 200, 500], dtype=torch.int32, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    queries, grad, keys, values = (
+        torch.randn(500, count, dim, generator=generator, device=device).to(dtype)
+        for count in (heads, heads, kv_heads, kv_heads)
+    )
+    bounds, samples = (offsets, offsets, max(lengths), max(lengths)), [(0, 200), (200, 300)]
+    out, lse = _flash_forward(queries, keys, values, bounds)
+    # What merging leaves: a log-sum-exp beyond the context's own, here by as much as one more key of average weight.
+    joint = torch.logaddexp(lse, torch.zeros_like(lse))
+    expected = (out, lse, *_flash_backward(grad, queries, keys, values, out, joint, bounds))
+    try:
+        found = (
+            *_cudnn_forward(queries, keys, values, samples),
+            *_cudnn_backward(grad, queries, keys, values, out, joint, samples),
+        )
+    except (RuntimeError, TypeError) as error:
+        say(f"attention: torch's kernel instead of cuDNN's, which failed: {str(error).splitlines()[0]}")
+        return False
+    errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, expected, strict=True)]
+    if not max(errors) < _MOST_DIFFERENCE:
+        say(f"attention: torch's kernel instead of cuDNN's, which differs from it by {max(errors):.2g}")
+        return False
+    return True
 
 
 def _room(length: int) -> int:
