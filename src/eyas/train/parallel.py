@@ -63,9 +63,13 @@ def join(table: Train) -> Iterator["Parallel"]:
     try:
         with parallel.telling():
             yield parallel
-            dist.barrier(parallel.hosts)  # nobody hangs up while another still listens
-    finally:
-        dist.destroy_process_group()
+            parallel.wait()  # nobody hangs up while another still listens
+    except EyasError as error:
+        # NCCL would wait for sums that a lost rank will never join; the end of the process ends them.
+        if backend == "gloo" or isinstance(error, Interrupted):
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _own_device(table: Train) -> torch.device:
