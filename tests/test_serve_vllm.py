@@ -57,6 +57,13 @@ def test_a_plain_server_has_no_capture(tmp_path: Path, tiny_target: Path) -> Non
     assert told == f"{tiny_target} --dtype float32 --seed 0 {' '.join(own)}" and not launch.tap_settings
 
 
+def test_releases_that_take_a_steps_log_probabilities_at_once_take_shorter_steps(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    assert "--max-num-batched-tokens 2048" in " ".join(plan(tmp_path, tiny_target, version="0.28.0").flags)
+    assert "--max-num-batched-tokens" not in plan(tmp_path, tiny_target, version="0.29.0").flags
+
+
 @pytest.mark.parametrize("version", ["0.26.0", "0.34.0", "0.10.2", "1.0.0", "main"])
 def test_other_releases_are_refused(version: str) -> None:
     with pytest.raises(EngineError, match="vLLM") as error:

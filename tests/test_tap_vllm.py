@@ -102,7 +102,10 @@ def make(tap: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, **changed: Any
             dtype=torch.float32,
         ),
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=values["pipeline"], data_parallel_size=1, decode_context_parallel_size=1
+            pipeline_parallel_size=values["pipeline"],
+            data_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         load_config=SimpleNamespace(load_format="auto"),

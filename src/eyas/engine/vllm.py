@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from eyas.engine.launch import Kind, Launch, check_own_flags, profile_flags, server_device
+from eyas.engine.launch import Kind, Launch, check_own_flags, has_gpu, profile_flags, server_device
 from eyas.engine.partial import final_norm
 from eyas.engine.profile import load_profile
 from eyas.engine.vllm_client import VLLMClient
@@ -46,7 +46,6 @@ WRONG_FOR_CAPTURE: dict[str, tuple[Any, str]] = {
     "prefill_context_parallel_size": (1, "the rows of a prompt are spread over ranks"),
     "nnodes": (1, "the tap would be missing on the other machines"),
     "enable_dbo": (False, "steps that run as two half batches were never compared"),
-    "runner": ("auto", "a pooling server has no lm_head"),
 }
 # What the server's parser makes of a command line; `tell` is defined before it.
 _PARSER = """
@@ -105,6 +104,8 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
         cache = cache_bytes(run, target)
         # By itself vLLM on a CPU takes a share of all memory for its KV cache, and leaves cores unused.
         env = {"VLLM_CPU_KVCACHE_SPACE": str(cache >> 30), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"} | env
+        # A build for GPUs would take one: it has no flag for the device.
+        env |= {"CUDA_VISIBLE_DEVICES": ""} if has_gpu() else {}
     told: dict[str, Any] = {}
     if capture:
         ids = target.aux_layer_ids(run.recipe.drafter.aux_layer_ids)

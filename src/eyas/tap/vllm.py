@@ -217,7 +217,10 @@ class EyasConnector(ExampleHiddenStatesConnector):
             pieces.append(Piece(part.rid, part.start, len(part.token_ids), count))
             count += len(part.token_ids)
         cache = self._kv_cache
-        states = extract_from_kv_cache(cache, torch.cat(slots).to(cache.device), count)  # [n, 4, H]
+        places = torch.cat(slots)
+        if cache.is_cuda:  # from other memory the copy might wait for the GPU
+            places = places.pin_memory()
+        states = extract_from_kv_cache(cache, places.to(cache.device, non_blocking=True), count)  # [n, 4, H]
         hidden = states.shape[-1]
         final = torch.nn.functional.rms_norm(
             states[:, AUX_LAYERS].float(), (hidden,), self._norm, self._settings.norm_eps
@@ -229,10 +232,10 @@ class EyasConnector(ExampleHiddenStatesConnector):
         """Compare what vLLM runs with what Eyas wants."""
         config, wanted = self._vllm_config, self._settings
         model, parallel, scheduler = config.model_config, config.parallel_config, config.scheduler_config
-        size = {"hidden_size": model.get_hidden_size(), "num_hidden_layers": model.get_total_num_hidden_layers()}
+        shape = {"hidden_size": model.get_hidden_size(), "num_hidden_layers": model.get_total_num_hidden_layers()}
         expected = {"hidden_size": wanted.hidden_size, "num_hidden_layers": wanted.num_layers}
-        if size != expected:
-            raise Refused(f"vLLM loaded a model with {size}", f"{expected}", "the server runs another model's folder")
+        if shape != expected:
+            raise Refused(f"vLLM loaded a model with {shape}", f"{expected}", "the server runs another model's folder")
         ids = list(config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
         if ids != [*wanted.aux_layer_ids, wanted.num_layers]:
             raise Refused(
@@ -240,10 +243,11 @@ class EyasConnector(ExampleHiddenStatesConnector):
                 f"{[*wanted.aux_layer_ids, wanted.num_layers]}: the auxiliary layers and the last one",
                 "--speculative-config was changed",
             )
-        for name in ("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"):
-            if getattr(parallel, name) != 1:
+        for name in ("pipeline", "data", "prefill_context", "decode_context"):
+            size = getattr(parallel, f"{name}_parallel_size")
+            if size != 1:
                 raise Refused(
-                    f"{name} is {getattr(parallel, name)}", "1", "the rows of a prompt would be spread over processes"
+                    f"{name}_parallel_size is {size}", "1", "the rows of a prompt would be spread over processes"
                 )
         self._events.write(
             "layers",
