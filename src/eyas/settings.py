@@ -336,7 +336,8 @@ class Train(Table):
         "bf16", description="Number type of matrix products; masters and optimizer are fp32."
     )
     compile: bool = Field(
-        False, description="Compile the small kernels on CUDA: 15% faster at 8B, one to two minutes at the start."
+        False,
+        description="Compile the LK losses on CUDA, at the cost of their first step; all else has kernels of its own.",
     )
     recompute: bool = Field(
         False,

@@ -1,8 +1,6 @@
-"""torch.compile for the elementwise work between matrix products, on CUDA and only where the recipe asks for it.
+"""torch.compile for what has no kernel of its own (the LK losses), on CUDA and only where the recipe asks for it.
 
-At 8B shape the products take half of an uncompiled step and the small kernels between them most of the rest: compiling
-made a step of 8,192 tokens 15% faster (343 to 292 ms on an H200), after one to two minutes of compilation. On a small
-model those minutes are longer than the whole training.
+Compilation takes a minute or two: on a small model longer than the whole training.
 """
 
 import functools
