@@ -145,7 +145,7 @@ def test_a_signal_saves_once_and_all_leave_alike(captured: Path, tmp_path: Path)
         told = [process.communicate(timeout=300)[1] for process in ranks]
         assert [process.returncode for process in ranks] == [143, 143], told
     assert stopped_at(told[0]) == step_of(run)
-    assert "next: eyas run" in told[0]
+    assert "next: torchrun --nproc-per-node 2 -m eyas train" in told[0]
     assert told[1].strip().splitlines()[-1].startswith("rank 1 stopped: train stopped after step")
     assert load_record(run.dir, "train") is None
 

@@ -19,6 +19,11 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched(command: str) -> str:
+    """`eyas ...` as torchrun starts it on this host."""
+    return f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', world())} -m {command}"
+
+
 def refuse_ranks(command: str) -> None:
     """Raises: RecipeError where torchrun started more than one process for a command that knows nothing of others."""
     if world() > 1:

@@ -43,6 +43,7 @@ from eyas.train.loss import PackLoss, pack_loss, row_losses
 from eyas.train.optim import learning_rate, make_optimizer
 from eyas.train.parallel import Parallel
 from eyas.train.patience import Patience
+from eyas.train.ranks import launched
 from eyas.train.step import Learner
 from eyas.train.watch import Anomaly, Meter, StepSums, Watch, find_guilty
 
@@ -280,10 +281,11 @@ class Trainer:
         """Leave after the save that a signal asked for, all processes with the same exit code."""
         if signum is not None and done < self.schedule.steps:
             stop.signum = signum
+            again = self.run.command("run") if self.parallel.world == 1 else launched(self.run.command("train"))
             raise Interrupted(
                 signum,
                 f"train stopped after step {done} of {self.schedule.steps}, saved in {self.run.train_dir}/step-{done}",
-                next=f"{self.run.command('run')}   # goes on from there",
+                next=f"{again}   # goes on from there",
             )
 
     def _result(self, meter: Meter, feed: Feed, acceptance: Acceptance) -> Result:
