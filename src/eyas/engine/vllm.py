@@ -1,7 +1,7 @@
 """The command that starts a vLLM server for a recipe: flags and environment, and what is refused.
 
 Releases 0.27.0 to 0.33.0, in which all that the tap stands on is the same (tap/vllm.py): before, a connector couldn't
-ask which KV cache holds the states. Run here: 0.32.0 on a CPU; the others were read.
+ask which KV cache holds the states. Run here: 0.27.0 and 0.32.0 on a CPU; the others were read.
 """
 
 import json
