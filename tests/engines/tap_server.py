@@ -139,19 +139,25 @@ class TapServer:
         return torch.stack([row[1] for row in rows]).float(), torch.stack([row[2] for row in rows]).float()
 
     def stop(self) -> None:
-        """End it and all that it started, and what it would leave in /dev/shm."""
+        """End it and all that it started. What it has in /dev/shm is removed by Python's resource trackers, which end
+        when those are gone that they serve, but for SGLang's own file."""
         if self.ring is not None:
             self.ring.close()
-        left: set[str] = set()
+        left, trackers = {str(self.ring_path)}, []
         with suppress(psutil.NoSuchProcess):
             main = psutil.Process(self.process.pid)
-            for process in [main, *main.children(recursive=True)]:
+            for process in [*main.children(recursive=True), main]:
                 with suppress(psutil.Error):
-                    left |= {entry.path for entry in process.memory_maps() if entry.path.startswith("/dev/shm/sglang")}
+                    left |= {entry.path for entry in process.memory_maps() if "/dev/shm/sglang" in entry.path}
+                    if "resource_tracker" in " ".join(process.cmdline()):
+                        trackers.append(process)
+                    else:
+                        process.kill()
+        psutil.wait_procs(trackers, timeout=20)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for path in [*left, self.ring_path]:
+        for path in left:
             Path(path).unlink(missing_ok=True)
 
 
