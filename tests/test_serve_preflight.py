@@ -213,7 +213,10 @@ def test_memory_too_small(tmp_path: Path, tiny_target: Path, monkeypatch: pytest
     assert "2.15 GB of memory are free" in error.seen and "SGLang itself 3.22 GB" in error.seen
 
 
-def test_a_disk_too_small_for_what_prepare_counted(tmp_path: Path, tiny_target: Path) -> None:
+def test_a_disk_too_small_for_what_prepare_counted(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs, "free_bytes", lambda folder: 1 << 40)
     run = stand_in_run(tmp_path, tiny_target)
     run.tokens_dir.mkdir(parents=True)
     counts = {"tokens": 10**14, "supervised_tokens": 5 * 10**13}

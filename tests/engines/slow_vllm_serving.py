@@ -147,7 +147,8 @@ def test_wrong_layer_ids_are_named_before_the_start_and_by_parity(run: Path, fig
         "".join(line for line in lines if '"variant":"with"' not in line and '"server":"with"' not in line)
     )
     with pytest.raises(VerificationFailed, match="a replay of its answers gives") as caught:
-        run_stage(open_run(run, settings_of(run)), "serving")
+        # One layer off costs so small a drafter 2% of its acceptance length.
+        run_stage(open_run(run, settings_of(run, **{"serving.max_gap": 0.01})), "serving")
     config.write_text(json.dumps(right))
     told = json.loads((run / "serving.json").read_text())
     print(json.dumps(told["parity"], indent=1))
