@@ -22,7 +22,7 @@ class Sample:
 
 
 def make_drafter(
-    *, seed: int = 0, vocab: int = 40, draft: int = 24, hidden: int = 16, heads: int = 4, kv: int = 2, **switches: bool
+    *, seed: int = 0, vocab: int = 40, draft: int = 24, hidden: int = 16, heads: int = 4, kv: int = 2, **switches: int
 ) -> Drafter:
     """A drafter in fp64 with weights large enough that every path matters; switches as DrafterConfig has them."""
     config = DrafterConfig(
@@ -99,11 +99,13 @@ def naive_feature(drafter: Drafter, embedding: Tensor, sample: Sample, row: int,
         return q, k, attention.v_proj(x).view(attention.kv_heads, -1)
 
     def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """keys and values: of positions 0, 1 and so on; the newest is the query's own."""
+        first = max(0, len(keys) - switches.sliding_window) if switches.sliding_window else 0
         heads = []
         for head in range(attention.heads):
             kv = head // groups
-            scores = torch.stack([q[head] @ key[kv] for key in keys]) / q.shape[-1] ** 0.5
-            heads.append(sum(w * value[kv] for w, value in zip(scores.softmax(0), values, strict=True)))
+            scores = torch.stack([q[head] @ key[kv] for key in keys[first:]]) / q.shape[-1] ** 0.5
+            heads.append(sum(w * value[kv] for w, value in zip(scores.softmax(0), values[first:], strict=True)))
         return torch.cat(heads)
 
     keys, values = [], []

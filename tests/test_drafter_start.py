@@ -71,7 +71,12 @@ def shape(draft_vocab_size: int = 96, **changes: Any) -> DrafterConfig:
     return DrafterConfig(**drafter_config(draft_vocab_size, **changes))
 
 
-VARIANTS = [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_fc": True, "norm_before_residual": True}]
+VARIANTS = [
+    {},
+    {"fc_norm": True, "norm_output": True},
+    {"norm_before_fc": True, "norm_before_residual": True},
+    {"sliding_window": 64},
+]
 
 
 @pytest.mark.parametrize("switches", VARIANTS, ids=lambda switches: "+".join(switches) or "plain")
@@ -211,7 +216,7 @@ def test_layer_ids_in_eagle_config_alone_are_sglangs(tmp_path: Path, target: Tar
 
 
 def test_speculators_defaults_are_vllms(tmp_path: Path, target: Target, head: TargetHead) -> None:
-    """Without the key, norm_before_residual is on in this form; a sliding window is said to be lost."""
+    """Without the key, norm_before_residual is on in this form; a sliding window is the recipe's."""
     write(tmp_path, "speculators", shape(), target)
     layer = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
     edit(
@@ -221,7 +226,11 @@ def test_speculators_defaults_are_vllms(tmp_path: Path, target: Target, head: Ta
     )
     assert "norm_before_residual is True; this run has False" in refusal(tmp_path, shape(), target, head)
     started = read_start(tmp_path, shape(norm_before_residual=True), target, head)
-    assert started.notes == ["its sliding window of 2048 is not kept: this drafter attends to all"]
+    assert started.notes == [
+        "its sliding_window, 2048, becomes the recipe's, 0 (0: none); drafter.sliding_window = 2048 keeps it"
+    ]
+    kept = read_start(tmp_path, shape(norm_before_residual=True, sliding_window=2048), target, head)
+    assert kept.notes == [] and kept.drafter.config.sliding_window == 2048
 
 
 def test_a_whole_vocabulary_needs_no_tables(tmp_path: Path, target: Target, head: TargetHead) -> None:

@@ -36,10 +36,16 @@ def loss_of(samples: list[Sample], steps: int = 3, drafter=None):
     return result, gradients, (drafter, embedding, lm_head)
 
 
+# The narrowest that holds a row's own later keys, one that longer samples pass the edge of, one that none does; recipes
+# allow 32 at least.
+WINDOWS = [0, 3, 5, 64]
+
+
 @pytest.mark.parametrize("chunk", [256, 3])
-def test_unroll_equals_one_row_at_a_time(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", WINDOWS)
+def test_unroll_equals_one_row_at_a_time(window: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "CHUNK_ROWS", chunk)
-    drafter, samples = make_drafter(), make_samples(MASKS)
+    drafter, samples = make_drafter(sliding_window=window), make_samples(MASKS)
     embedding = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     packed = pack(samples, 3)
     starts = np.cumsum([0] + [len(mask) for mask in MASKS])
@@ -54,9 +60,12 @@ def test_unroll_equals_one_row_at_a_time(chunk: int, monkeypatch: pytest.MonkeyP
     assert compared == sum(trained_rows(np.array(mask, bool), k).sum() for mask in MASKS for k in range(3)) > 20
 
 
-def test_loss_and_gradients_equal_the_naive_loop() -> None:
+@pytest.mark.parametrize("window", WINDOWS)
+def test_loss_and_gradients_equal_the_naive_loop(window: int) -> None:
     samples = make_samples(MASKS)
-    result, gradients, (drafter, embedding, lm_head) = loss_of(samples)
+    result, gradients, (drafter, embedding, lm_head) = loss_of(samples, drafter=make_drafter(sliding_window=window))
+    whole = loss_of(samples)[0].total
+    assert torch.equal(result.total, whole) if window in (0, 64) else abs(result.total - whole) > 1e-3
     expected = naive_loss(drafter, embedding, lm_head, samples, steps=3, decay=0.8)
     torch.testing.assert_close(result.total, expected, rtol=1e-9, atol=1e-9)
     drafter.zero_grad()

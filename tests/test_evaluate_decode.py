@@ -1,5 +1,6 @@
 """Reference decoding on a tiny random target: speculation changes no token, and replay walks what decoding lived."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,10 +73,14 @@ def test_decoding_along_an_answer_counts_what_decoding_it_counted(parts) -> None
         assert along.accepted_at.tolist() == decoded.acceptance.accepted_at.tolist()
 
 
-def test_replay_of_the_answers_counts_what_decoding_counted(parts) -> None:
-    target, drafter, embedding = parts
+@pytest.mark.parametrize("window", [0, 6])
+def test_replay_of_the_answers_counts_what_decoding_counted(window: int, parts) -> None:
+    """A window of 6 is shorter than any of these prompts with its answer."""
+    target, whole, embedding = parts
+    drafter = Drafter(replace(whole.config, sliding_window=window)).double()
+    drafter.load_state_dict(whole.state_dict())
     for prompt in PROMPTS:
-        _, decoded = decode_both(parts, prompt)
+        _, decoded = decode_both((target, drafter, embedding), prompt)
         tokens = prompt + decoded.token_ids
         target.start()
         _, aux = target.forward(tokens)

@@ -161,7 +161,7 @@ def test_each_fault_is_named(name: str, tmp_path: Path, target: Target, parts: t
     assert len(faults) == (2 if switch else 1), faults
 
 
-def variant(**switches: bool) -> DrafterConfig:
+def variant(**switches: int) -> DrafterConfig:
     return DrafterConfig(**drafter_config(**switches))
 
 
@@ -189,7 +189,7 @@ def test_right_folders_of_every_kind_pass(
     assert check(tmp_path, target, config, renamed, drafter) == []
 
 
-@pytest.mark.parametrize("switches", [*SWITCHES, {"norm_before_residual": True}], ids=str)
+@pytest.mark.parametrize("switches", [*SWITCHES, {"norm_before_residual": True}, {"sliding_window": 64}], ids=str)
 def test_right_speculators_folders_pass_and_faults_are_named(
     switches: dict[str, bool], tmp_path: Path, target: Target
 ) -> None:
@@ -235,6 +235,25 @@ def test_a_switch_that_a_release_ignores_is_refused_for_it(
     assert alone["architectures"] == ["Eagle3LlamaForCausalLM"]  # which SGLang doesn't load at all
     assert check(tmp_path, target, alone, tensors_of(drafter), drafter, for_sglang=False) == []
     assert check(tmp_path, target, alone, tensors_of(drafter), drafter) != []
+
+
+def test_a_sliding_window_is_carried_for_vllm_and_refused_for_sglang(tmp_path: Path, target: Target) -> None:
+    drafter = variant(sliding_window=64)
+    tensors = tensors_of(drafter)
+    alone = flat_config(drafter, target, dtype="bfloat16", sglang_version="")
+    assert check(tmp_path, target, alone, tensors, drafter, for_sglang=False) == []
+    for unread in (
+        {key: value for key, value in alone.items() if key != "layer_types"},
+        alone | {"layer_types": ["full_attention"]},
+    ):
+        faults = check(tmp_path, target, unread, tensors, drafter, for_sglang=False)
+        assert len(faults) == 1 and "vLLM would attend in a sliding window of 0 (0: none); expected 64" in faults[0]
+    faults = check(tmp_path, target, alone, tensors, variant(), for_sglang=False)
+    assert len(faults) == 1 and "vLLM would attend in a sliding window of 64 (0: none); expected 0" in faults[0]
+    for_both = flat_config(drafter, target, dtype="bfloat16", sglang_version="0.5.23")
+    faults = check(tmp_path, target, for_both, tensors, drafter)
+    assert len(faults) == 1 and "SGLang 0.5.23 would attend in a sliding window of 0" in faults[0]
+    assert 'export.sglang_version = ""' in faults[0]
 
 
 @pytest.mark.parametrize("trained", [{}, {"fc_norm": True, "norm_output": True}], ids=str)

@@ -258,7 +258,7 @@ def naive_flops(drafter: Any, pack: Any, steps: int) -> float:
     head = 0.0
     for k in range(steps):
         for row in set().union(*trained[k:]):
-            seen = row - int(a.start[row]) + 1 + k
+            seen = min(row - int(a.start[row]) + 1 + k, c.sliding_window or row + steps)
             with_two += 2 * hidden * query + 2 * query * hidden + 3 * 2 * hidden * c.intermediate_size
             with_two += 2 * 2 * seen * query  # scores and their use
             with_two += 2 * hidden * kv if k else 0
@@ -273,6 +273,9 @@ def test_flops_are_those_of_the_maths() -> None:
     pack = pack_samples(make_samples(masks), 3, torch.float64, CPU)
     whole = step_flops(drafter.config, pack, trained_head=True)
     assert whole == pytest.approx(naive_flops(drafter, pack, 3))
+    windowed = make_drafter(sliding_window=4)
+    less = step_flops(windowed.config, pack, trained_head=True)
+    assert less == pytest.approx(naive_flops(windowed, pack, 3)) and less < whole
     assert step_flops(drafter.config, pack, trained_head=False) < whole
 
 

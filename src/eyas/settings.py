@@ -274,6 +274,20 @@ class Drafter(Table):
         description="The residual starts from the normed feature (speculators' form). No SGLang release reads it, only "
         'vLLM: export.sglang_version must be "".',
     )
+    sliding_window: int = Field(
+        0,
+        ge=0,
+        description="Positions that a row attends to, its own included, at least 32; 0: all. No SGLang release reads "
+        'it from a folder, only vLLM: export.sglang_version must be "".',
+    )
+
+    @field_validator("sliding_window")
+    @classmethod
+    def _wide_enough(cls, window: int) -> int:
+        # ttt_steps and drafts are at most 16: a row sees all that it made itself, and the last known position.
+        if 0 < window < 32:
+            raise ValueError(f"sliding_window must be 0 or at least 32, got {window}")
+        return window
 
     @model_validator(mode="after")
     def _three_rising_ids(self) -> "Drafter":

@@ -36,7 +36,7 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def loss_and_gradients(
-    masks: list[list[int]], dtype: torch.dtype, losses: fused.RowLosses = fused.cross_entropy, **switches: bool
+    masks: list[list[int]], dtype: torch.dtype, losses: fused.RowLosses = fused.cross_entropy, **switches: int
 ) -> tuple[float, dict[str, Tensor]]:
     drafter = make_drafter(draft=400, heads=8, kv=2, **SHAPE, **switches).float()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def loss_and_gradients(
     return result.total.item(), {name: parameter.grad.double() for name, parameter in drafter.named_parameters()}
 
 
-CASES = [{}, *({name: True} for name in NORM_SWITCHES), dict.fromkeys(NORM_SWITCHES, True)]
+CASES = [{}, *({name: True} for name in NORM_SWITCHES), dict.fromkeys(NORM_SWITCHES, True), {"sliding_window": 32}]
 
 
 @pytest.mark.parametrize("masks", [ONE_ANSWER, MANY_ANSWERS, ONE_ANSWER + MANY_ANSWERS])

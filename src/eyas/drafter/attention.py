@@ -80,24 +80,33 @@ class EagerAttention:
 
     def __init__(self, alignment: Alignment, device: torch.device) -> None:
         rows, start = alignment.rows, alignment.start
-        self.chunks = []
+        self.chunks: list[tuple[slice, slice, Tensor, Tensor]] = []
         for low in range(0, len(rows), CHUNK_ROWS):
             at = rows[low : low + CHUNK_ROWS]
             first, end = int(start[at[0]]), int(at[-1]) + 1
             keys = np.arange(first, end)
             visible = (keys <= at[:, None]) & (keys >= start[at][:, None])
-            self.chunks.append((slice(low, low + len(at)), slice(first, end), torch.from_numpy(visible).to(device)))
+            numbers = torch.from_numpy(at).to(device), torch.from_numpy(visible).to(device)
+            self.chunks.append((slice(low, low + len(at)), slice(first, end), *numbers))
 
     def context(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values that rows see; the same for every step, so taken once."""
         return keys, values
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: OwnEntries) -> Tensor:
-        """[R, Hq, D] queries of the computed rows, step-0 keys and values as `context` gave them -> [R, Hq * D]."""
-        pieces = [
-            attend(queries[r], keys[s], values[s], [k[r] for k in own.keys], [v[r] for v in own.values], visible)
-            for r, s, visible in self.chunks
-        ]
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: OwnEntries, window: int = 0) -> Tensor:
+        """[R, Hq, D] queries of the computed rows, step-0 keys and values as `context` gave them -> [R, Hq * D].
+
+        Args:
+            window: a row of step k, which stands k positions beyond its place, sees the keys of that many positions up
+                to its own, its k later ones among them; 0: all. At least the number of steps.
+        """
+        pieces = []
+        for rows, seen, at, visible in self.chunks:
+            if window:
+                position = torch.arange(seen.start, seen.stop, device=at.device)
+                visible = visible & (position > at[:, None] + len(own.keys) - window)
+            own_keys, own_values = [k[rows] for k in own.keys], [v[rows] for v in own.values]
+            pieces.append(attend(queries[rows], keys[seen], values[seen], own_keys, own_values, visible))
         return torch.cat(pieces)
 
 

@@ -47,6 +47,8 @@ class DrafterConfig:
         rope_theta, rope_scaling, max_position_embeddings: the target's, so that long contexts work when served.
         aux_layer_ids: the layers it was trained on; id i = residual stream after i decoder layers.
         fc_norm, norm_output, norm_before_fc, norm_before_residual: see the module.
+        sliding_window: a row at position p sees keys of positions > p - sliding_window, as engines count them: drafts
+            stand on the positions after the newest known one. 0: all.
     """
 
     hidden_size: int
@@ -65,6 +67,7 @@ class DrafterConfig:
     norm_output: bool = False
     norm_before_fc: bool = False
     norm_before_residual: bool = False
+    sliding_window: int = 0
 
     @classmethod
     def for_target(
@@ -86,6 +89,7 @@ class DrafterConfig:
             draft_vocab_size=min(draft_vocab_size, target.vocab_size),
             aux_layer_ids=list(aux_layer_ids),
             **{switch: getattr(table, switch) for switch in NORM_SWITCHES},
+            sliding_window=table.sliding_window,
         )
 
     def rope_config(self) -> LlamaConfig:

@@ -33,6 +33,8 @@ _CUDNN_LEAST_LENGTH = 1024  # mean length of samples from which a call each pays
 _MOST_DIFFERENCE = 2e-2  # between two kernels in bf16, relative; seen: 0.4%
 _NO_WEIGHT = 1e30  # a log-sum-exp under which every entry's weight is 0
 
+Bounds = tuple[Tensor, Tensor, int, int]
+
 
 class FlashAttention:
     """Called like EagerAttention, for bf16 and fp16 on CUDA.
@@ -74,42 +76,65 @@ class FlashAttention:
             return keys, values
         return take_rows(keys, self.keys_kept), take_rows(values, self.keys_kept)
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: OwnEntries) -> Tensor:
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, own: OwnEntries, window: int = 0) -> Tensor:
         """As EagerAttention."""
-        attended: Tensor = _MergedFlash.apply(queries, keys, values, own.stacked, self, *own.keys, *own.values)
+        # Keys that a row sees beside its own: one of step k stands k positions further on than its place. -1: all.
+        left = window - 1 - len(own.keys) if window else -1
+        attended: Tensor = _MergedFlash.apply(queries, keys, values, own.stacked, self, left, *own.keys, *own.values)
         return attended.flatten(1)
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, left: int) -> tuple[Tensor, Tensor]:
         """Over the context alone: output [spread rows, Hq, D] and log-sum-exp, fp32 [Hq, spread rows]."""
-        if self.cudnn and _cudnn_agrees(*queries.shape[1:], keys.shape[1], queries.dtype, queries.device):
+        if self._takes_cudnn(queries, keys, left):
             return _cudnn_forward(queries, keys, values, self.samples)
-        bounds = (self.cu_queries, self.cu_keys, self.max_queries, self.max_keys)
-        return _flash_forward(queries, keys, values, bounds)
+        return _flash_forward(queries, keys, values, self.bounds, left)
 
     def backward(
-        self, grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor
+        self, grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, left: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values from output and log-sum-exp of the joint softmax."""
-        if self.cudnn and _cudnn_agrees(*queries.shape[1:], keys.shape[1], queries.dtype, queries.device):
+        if self._takes_cudnn(queries, keys, left):
             return _cudnn_backward(grad, queries, keys, values, out, lse, self.samples)
-        bounds = (self.cu_queries, self.cu_keys, self.max_queries, self.max_keys)
-        return _flash_backward(grad, queries, keys, values, out, lse, bounds)
+        return _flash_backward(grad, queries, keys, values, out, lse, self.bounds, left)
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
+
+    def _takes_cudnn(self, queries: Tensor, keys: Tensor, left: int) -> bool:
+        """torch's operator of it has no window; one that no sample fills is none."""
+        if not self.cudnn or 0 <= left < self.max_keys - 1:
+            return False
+        return _cudnn_agrees(*queries.shape[1:], keys.shape[1], queries.dtype, queries.device)
 
 
-Bounds = tuple[Tensor, Tensor, int, int]
+def _window(left: int) -> dict[str, int]:
+    """Keywords of torch's operators: each row sees `left` keys beside its own, or all where it is below 0."""
+    return {} if left < 0 else {"window_size_left": left, "window_size_right": 0}
 
 
-def _flash_forward(queries: Tensor, keys: Tensor, values: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(queries, keys, values, *bounds, 0.0, True, False)
+def _flash_forward(
+    queries: Tensor, keys: Tensor, values: Tensor, bounds: Bounds, left: int = -1
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        queries, keys, values, *bounds, 0.0, True, False, **_window(left)
+    )
     return out, lse
 
 
 def _flash_backward(
-    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, bounds: Bounds
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Bounds,
+    left: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # the state of dropout's random numbers
     d_queries, d_keys, d_values = torch.ops.aten._flash_attention_backward(
-        grad, queries, keys, values, out, lse, *bounds, 0.0, True, unused, lse.new_empty(0)
+        grad, queries, keys, values, out, lse, *bounds, 0.0, True, unused, lse.new_empty(0), **_window(left)
     )
     return d_queries, d_keys, d_values
 
@@ -218,17 +243,24 @@ def _cudnn_backward(
 class _MergedFlash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, stacked: Tensor, at: FlashAttention, *own: Tensor
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        stacked: Tensor,
+        at: FlashAttention,
+        left: int,
+        *own: Tensor,
     ) -> Tensor:
         from eyas.drafter.kernels import merge
 
         steps = len(own) // 2
         spread = _spread(queries, at)
-        out, lse = at.forward(spread, keys, values)
+        out, lse = at.forward(spread, keys, values, left)
         if steps:
             merge.forward(out, lse, spread, stacked[0, :steps], stacked[1, :steps], at.place)
         ctx.save_for_backward(spread, keys, values, stacked, out, lse)
-        ctx.at, ctx.steps = at, steps
+        ctx.at, ctx.left, ctx.steps = at, left, steps
         return out if at.place is None else out[at.place]
 
     @staticmethod
@@ -239,7 +271,7 @@ class _MergedFlash(torch.autograd.Function):
         queries, keys, values, stacked, out, lse = ctx.saved_tensors
         at, steps = ctx.at, ctx.steps
         grad = _spread(grads[0].contiguous(), at)
-        d_queries, d_keys, d_values = at.backward(grad, queries, keys, values, out, lse)
+        d_queries, d_keys, d_values = at.backward(grad, queries, keys, values, out, lse, ctx.left)
         d_own: tuple[Tensor, ...] = ()
         if steps:
             own_keys, own_values = stacked[0, :steps], stacked[1, :steps]
@@ -249,7 +281,7 @@ class _MergedFlash(torch.autograd.Function):
             d_own = (*d_own_keys.unbind(), *d_own_values.unbind())
         if at.place is not None:
             d_queries = d_queries[at.place]
-        return d_queries, d_keys, d_values, None, None, *d_own
+        return d_queries, d_keys, d_values, None, None, None, *d_own
 
 
 def _spread(rows: Tensor, at: FlashAttention) -> Tensor:

@@ -104,8 +104,6 @@ def _speculators(folder: Path, raw: dict[str, Any], target: Target) -> Published
     # vLLM takes a missing norm_before_residual for true in this form.
     switches = {switch: raw.get(switch, switch == "norm_before_residual") for switch in NORM_SWITCHES}
     config, notes = _flat(layer | own | switches, target)
-    if "sliding_attention" in (layer.get("layer_types") or []):
-        notes.append(f"its sliding window of {layer.get('sliding_window')} is not kept: this drafter attends to all")
     return Published(folder, "speculators", config, _faults(layer), notes)
 
 
@@ -130,8 +128,17 @@ def _flat(keys: dict[str, Any], target: Target) -> tuple[DrafterConfig, list[str
         draft_vocab_size=keys.get("draft_vocab_size") or keys["vocab_size"],
         aux_layer_ids=ids,
         **{switch: bool(keys.get(switch) or eagle.get(switch)) for switch in NORM_SWITCHES},
+        sliding_window=sliding_window(keys),
     )
     return config, notes
+
+
+def sliding_window(keys: dict[str, Any]) -> int:
+    """The window that vLLM serves a drafter with, by its layer's keys; 0: none. SGLang 0.5.23 reads none of them: it
+    takes a window from its command line alone (--speculative-draft-window-size)."""
+    if (keys.get("layer_types") or ["full_attention"])[0] != "sliding_attention":
+        return 0
+    return int(keys.get("sliding_window") or 0)
 
 
 def _layer_ids(keys: dict[str, Any], target: Target) -> tuple[list[int], list[str]]:

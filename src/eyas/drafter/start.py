@@ -2,7 +2,8 @@
 
 Taken from it: all weights, the draft vocabulary, rope and the norms' epsilon (its weights were trained with them).
 To be as the recipe, the target and the store have it: layers, shapes, vocabulary, aux layers, norm switches. All that
-differs is named in one error, both values each. The embedding and the context length are the target's.
+differs is named in one error, both values each. The embedding and the context length are the target's, the sliding
+window is the recipe's.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -77,6 +78,12 @@ def read_start(folder: Path, wanted: DrafterConfig, target: Target, head: Target
             f"its max_position_embeddings, {found.config.max_position_embeddings}, "
             f"become the target's, {wanted.max_position_embeddings}"
         )
+    window = found.config.sliding_window
+    if window != wanted.sliding_window:
+        notes.append(
+            f"its sliding_window, {window}, becomes the recipe's, {wanted.sliding_window} (0: none); "
+            f"drafter.sliding_window = {window} keeps it"
+        )
     drafter = Drafter(config)
     taken, left = _take(found, drafter, head, notes)
     missing_eos = [token for token in target.eos_token_ids if not bool(drafter.t2d[token])]
@@ -91,7 +98,7 @@ def _differences(found: DrafterConfig, wanted: DrafterConfig) -> list[str]:
         f"{field.name} is {getattr(found, field.name)}; this run has {getattr(wanted, field.name)} "
         f"({_MEND.get(field.name, 'by the target')})"
         for field in fields(DrafterConfig)
-        if field.name not in (*_ITS_OWN, "max_position_embeddings")
+        if field.name not in (*_ITS_OWN, "max_position_embeddings", "sliding_window")
         and getattr(found, field.name) != getattr(wanted, field.name)
     ]
 

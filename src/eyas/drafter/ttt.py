@@ -42,7 +42,7 @@ def unroll(drafter: Drafter, embedding: Tensor, pack: Pack, steps: int) -> Itera
     own = OwnEntries(steps, len(features), layer.heads.keys, layer.heads.dim, features)
     for step in range(steps):
         queries = layer.queries(normed, share, index.rows, step, (cos[step], sin[step]), own)
-        attended = index.attention(queries, keys, values, own)
+        attended = index.attention(queries, keys, values, own, drafter.config.sliding_window)
         features, normed, picked = layer.finish(features, normed, attended, index.steps[step].picked, step == steps - 1)
         yield picked
 

@@ -97,18 +97,21 @@ class DrafterSession:
         Returns: target token ids, and [K, V] probabilities over the target's vocabulary (empty at temperature 0).
         """
         layer = self.drafter.midlayer
-        visible = torch.ones(1, len(self.keys), dtype=torch.bool, device=self.keys.device)
+        context = torch.arange(len(self.keys), device=self.keys.device)
+        window = self.drafter.config.sliding_window or len(self.keys) + self.drafts
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         tokens: list[int] = []
         probs: list[Tensor] = []
         token, feature = self.last_token, self.last_feature
         for step in range(self.drafts):
-            cos, sin = self._rope(len(self.keys) - 1 + step, 1)
+            position = len(self.keys) - 1 + step
+            cos, sin = self._rope(position, 1)
             key, value, query = self._project([token], feature, cos, sin)
             if step > 0:  # the newest position's own key is in the context already
                 own_keys.append(key)
                 own_values.append(value)
+            visible = context[None] > position - window
             feature = layer.finish(feature, attend(query, self.keys, self.values, own_keys, own_values, visible))
             logits = self.drafter.logits(feature)[0]
             feature = self.drafter.feed_back(feature)

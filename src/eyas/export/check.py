@@ -20,6 +20,7 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "draft_vocab_size", "max_position_embeddings", "num_hidden_layers"),
 )
+_FOR_VLLM = ': export.sglang_version = "" writes a folder for vLLM alone'
 
 
 def check_folder(
@@ -56,7 +57,8 @@ def check_folder(
             readings.append(sglang)
     faults += _check_keys(readings, target, drafter)
     for reading in readings:
-        faults += _check_switches(reading, drafter) + _check_layer_ids(reading, target, list(aux_layer_ids))
+        faults += _check_switches(reading, drafter) + _check_window(reading, drafter)
+        faults += _check_layer_ids(reading, target, list(aux_layer_ids))
     dtype = str(config.get("torch_dtype") or config.get("dtype"))
     return faults + _check_tensors(folder, readings, drafter, dtype, embedding)
 
@@ -161,9 +163,19 @@ def _check_switches(reading: Reading, drafter: DrafterConfig) -> list[str]:
     return faults
 
 
+def _check_window(reading: Reading, drafter: DrafterConfig) -> list[str]:
+    if reading.window == drafter.sliding_window:
+        return []
+    why = "" if reading.stops_at_unknown else _FOR_VLLM
+    return [
+        f"config.json: {reading.engine} would attend in a sliding window of {reading.window} (0: none); expected "
+        f"{drafter.sliding_window}, which the drafter was trained with{why}"
+    ]
+
+
 def _why_not(switch: str, reading: Reading) -> str:
     if switch == "norm_before_residual":
-        return '; no SGLang release knows it: export.sglang_version = "" writes a folder for vLLM alone'
+        return f"; no SGLang release knows it{_FOR_VLLM}"
     return f"; {reading.engine} does not know it: export for a later release, and serve with that"
 
 

@@ -119,7 +119,11 @@ def _layer(drafter: DrafterConfig) -> dict[str, Any]:
         "vocab_size": drafter.vocab_size,
         "tie_word_embeddings": False,
         "use_cache": True,
-    }
+    } | (
+        {"sliding_window": drafter.sliding_window, "layer_types": ["sliding_attention"]}
+        if drafter.sliding_window
+        else {}
+    )
 
 
 def _eagle_config(drafter: DrafterConfig, target: Target, sglang_version: str) -> dict[str, Any]:

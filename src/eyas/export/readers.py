@@ -16,6 +16,7 @@ from typing import Any
 
 from eyas.drafter.eagle3 import NORM_SWITCHES
 from eyas.drafter.layer_ids import sglang_captures
+from eyas.drafter.published import sliding_window
 from eyas.export.form import ARCHITECTURE, VLLM_ARCHITECTURE, sglang_reads
 from eyas.target import Target
 
@@ -32,6 +33,7 @@ class Reading:
         keys: the drafter's keys, flat.
         switches: norm switch -> whether it is heeded and on.
         captures: aux layers that it would capture, in our meaning; None: its own default.
+        window: sliding window that it would attend in; 0: none.
         stops_at_unknown: whether a tensor that it doesn't know stops it (else it is skipped in silence).
     """
 
@@ -40,6 +42,7 @@ class Reading:
     keys: dict[str, Any]
     switches: dict[str, bool]
     captures: list[int] | None
+    window: int
     stops_at_unknown: bool
 
     def parameter(self, name: str) -> str:
@@ -72,7 +75,7 @@ def read_as_vllm(config: dict[str, Any]) -> Reading:
     switches = {switch: bool(keys.get(switch, default)) for switch, default in defaults.items()}
     switches["norm_before_fc"] = bool(eagle.get("norm_before_fc", switches["norm_before_fc"]))
     captures = keys.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    return Reading("vLLM", architectures, keys, switches, captures, stops_at_unknown=True)
+    return Reading("vLLM", architectures, keys, switches, captures, sliding_window(keys), stops_at_unknown=True)
 
 
 def read_as_sglang(config: dict[str, Any], target: Target, version: str) -> Reading:
@@ -84,4 +87,4 @@ def read_as_sglang(config: dict[str, Any], target: Target, version: str) -> Read
     switches = {switch: value and sglang_reads(switch, version) for switch, value in on.items()}
     nested = eagle.get("eagle_aux_hidden_state_layer_ids")
     captures = sglang_captures(nested, target.model_type, version, target.num_layers) if nested else None
-    return Reading(f"SGLang {version}", (ARCHITECTURE,), dict(config), switches, captures, stops_at_unknown=False)
+    return Reading(f"SGLang {version}", (ARCHITECTURE,), dict(config), switches, captures, 0, stops_at_unknown=False)

@@ -50,7 +50,8 @@ def step_flops(config: DrafterConfig, pack: Pack, *, trained_head: bool) -> floa
         needed[step.row] = True  # a row that a later step trains passes through this one
         rows = int(needed.sum())
         per_row = hidden * (2 * query + 3 * inner) + (hidden * key_value if k else 0)
-        seen = float(context[needed].sum()) + k * rows
+        reach = config.sliding_window - k if config.sliding_window else tokens
+        seen = float(np.minimum(context[needed], reach).sum()) + k * rows
         learned += 2.0 * rows * per_row + 4.0 * seen * query
         head += 2.0 * len(step.row) * hidden * drafts
     return 2 * constant + 3 * learned + once + (3 if trained_head else 2) * head
