@@ -106,10 +106,8 @@ class Target:
 
     @property
     def rope_scaling(self) -> dict[str, Any] | None:
-        """Scaling of the rotary embedding (YaRN, llama3...), or None for the plain one."""
-        scaling = self.text_config.get("rope_scaling") or self.text_config.get("rope_parameters") or {}
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        return None if kind == "default" else {key: value for key, value in scaling.items() if key != "rope_theta"}
+        """Scaling of the rotary embedding (YaRN, llama3...), as `named_rope` gives it, or None for the plain one."""
+        return named_rope(self.text_config.get("rope_scaling") or self.text_config.get("rope_parameters") or {})
 
     @property
     def max_position_embeddings(self) -> int:
@@ -203,6 +201,18 @@ class Target:
                 expected="tokenizer.json (or what tokenizer_config.json names) in the target's folder",
                 next="copy the tokenizer's files there, or set target.trust_remote_code = true if you trust its code",
             ) from None
+
+
+def named_rope(scaling: dict[str, Any]) -> dict[str, Any] | None:
+    """A config's scaling of the rotary embedding with its kind under `rope_type`; None for the plain one.
+
+    DeepSeek-V3's and Kimi's config.json say `type`, the older name. Transformers and SGLang read `rope_type` first.
+    """
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return None
+    rest = {key: value for key, value in scaling.items() if key not in ("rope_type", "type", "rope_theta")}
+    return {"rope_type": kind} | rest
 
 
 def load_target(table: TargetTable) -> Target:

@@ -25,7 +25,7 @@ from eyas import fs
 from eyas.drafter.eagle3 import NORM_SWITCHES, DrafterConfig
 from eyas.drafter.layer_ids import SGLANG_NEWEST, sglang_captures
 from eyas.errors import ExportError, TrainError
-from eyas.target import Target
+from eyas.target import Target, named_rope
 
 _RENAMED = (
     (r"^model\.", ""),
@@ -111,7 +111,6 @@ def _flat(keys: dict[str, Any], target: Target) -> tuple[DrafterConfig, list[str
     """Shape by a flat config's keys; a key that is left out is what engines take it for."""
     rope = dict(keys.get("rope_parameters") or {}) | dict(keys.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or keys.get("rope_theta") or 10000.0
-    plain = (rope.get("rope_type") or rope.get("type") or "default") == "default"
     heads, eagle = keys["num_attention_heads"], keys.get("eagle_config") or {}
     ids, notes = _layer_ids(keys, target)
     config = DrafterConfig(
@@ -122,7 +121,7 @@ def _flat(keys: dict[str, Any], target: Target) -> tuple[DrafterConfig, list[str
         head_dim=keys.get("head_dim") or keys["hidden_size"] // heads,
         rms_norm_eps=float(keys.get("rms_norm_eps", 1e-6)),
         rope_theta=float(theta),
-        rope_scaling=None if plain else rope,
+        rope_scaling=named_rope(rope),
         max_position_embeddings=keys.get("max_position_embeddings", 2048),
         vocab_size=keys["vocab_size"],
         draft_vocab_size=keys.get("draft_vocab_size") or keys["vocab_size"],
