@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from helpers_export import make_run
+from helpers_served import measure, trained_run, tuned, write_curve
 from test_report_page import fill
 
 from eyas.report.compare import write_comparison
@@ -21,7 +22,8 @@ SCREENSHOT = Path(__file__).parent.parent.parent / "docs/images/report.png"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(served: Run) -> Iterator[Any]:
+    """Started after the measurement: playwright's event loop would be in the way of its own."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -43,6 +45,15 @@ def run(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return made
 
 
+@pytest.fixture(scope="module")
+def served(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One that was measured in an engine, tuned, and has a curve."""
+    made = measure(trained_run(tmp_path_factory.mktemp("served"), tiny_target))
+    tuned(made, {"drafts 5": 130.0, "drafts 4": 120.0}, ("drafts 7",))
+    write_curve(made)
+    return made
+
+
 def open_page(browser: Any, path: Path, width: int, scheme: str) -> Any:
     """The page in a window of its own; any request for something else, or an error in it, fails the test."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -55,10 +66,13 @@ def open_page(browser: Any, path: Path, width: int, scheme: str) -> Any:
     return page
 
 
+@pytest.mark.parametrize("kind", ["run", "served"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_nothing_runs_over_the_edge_and_text_can_be_read(browser: Any, run: Run, width: int, scheme: str) -> None:
-    page = open_page(browser, write_report(run), width, scheme)
+def test_nothing_runs_over_the_edge_and_text_can_be_read(
+    browser: Any, request: pytest.FixtureRequest, kind: str, width: int, scheme: str
+) -> None:
+    page = open_page(browser, write_report(request.getfixturevalue(kind)), width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     # Boxes scroll inside themselves; everything else lies within the window.
     outside = page.evaluate(
@@ -66,7 +80,16 @@ def test_nothing_runs_over_the_edge_and_text_can_be_read(browser: Any, run: Run,
             .filter((element) => element.getBoundingClientRect().right > innerWidth + 1).length"""
     )
     assert outside == 0
-    for selector in ("h1", "td", ".soft", "svg .tick", "svg .label", "figcaption"):
+    spilled = page.evaluate(
+        """() => [...document.querySelectorAll("svg text")].filter((text) => {
+            const box = text.getBoundingClientRect(), room = text.ownerSVGElement.getBoundingClientRect();
+            return box.left < room.left - 1 || box.right > room.right + 1 || box.bottom > room.bottom + 1;
+        }).map((text) => text.textContent)"""
+    )
+    assert spilled == []
+    for style in ("s1", "s2") if kind == "run" else ("s1", "s2", "s3", "s4"):
+        assert contrast(page, f"svg .bar.{style}") >= 3, "a mark's colour (WCAG 2.2, 1.4.11)"
+    for selector in ("h1", "td", ".soft", "svg .tick", "svg .label", "svg .value", "figcaption"):
         assert contrast(page, selector) >= 4.5, (selector, contrast(page, selector))
 
 
@@ -117,6 +140,32 @@ def test_a_tap_on_a_phone_does_the_same(browser: Any, run: Run) -> None:
     context.close()
 
 
+@pytest.mark.parametrize(
+    ("mark", "told"),
+    [
+        ("rect.hover[data-tip^='over all, 1 stream']", "over all, 1 stream: 1.285 times (1.265 to 1.302 in 3 repeats)"),
+        ("rect.hover[data-tip^='gsm8k:']", "gsm8k: 2.525 ± 0.175 in 1,200 verifications"),
+        ("rect.bar[data-tip^='the engine, position 1']", "the engine, position 1: 73.3%"),
+        ("rect.hover[data-tip^='drafts 5']", "drafts 5: "),
+        ("circle.hover[data-tip^='16 streams, acceptance length 3']", "16 streams, acceptance length 3: 1.40 ("),
+        ("circle.ring[data-tip^='1 stream']", "1 stream, measured 2.127: 1.56 on the curve"),
+    ],
+)
+def test_the_engines_charts_answer_pointer_and_finger(browser: Any, served: Run, mark: str, told: str) -> None:
+    path = write_report(served)
+    page = open_page(browser, path, 1200, "dark")
+    page.locator(f"svg {mark}").first.hover()
+    assert page.locator("#tip").inner_text().startswith(told)
+    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.locator(f"svg {mark}").first.tap()
+    assert page.locator("#tip").inner_text().startswith(told)
+    box = page.locator("#tip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    context.close()
+
+
 def test_without_scripts_the_marks_keep_their_titles(browser: Any, run: Run) -> None:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
@@ -125,12 +174,13 @@ def test_without_scripts_the_marks_keep_their_titles(browser: Any, run: Run) -> 
     context.close()
 
 
-def test_the_comparison_opens_too(browser: Any, run: Run, tiny_target: Path) -> None:
+def test_the_comparison_opens_too(browser: Any, run: Run, served: Run, tiny_target: Path) -> None:
     other = open_run(run.dir.parent.parent / "tiny.toml", ["name=other", "train.lr=5e-4"])
     fill(other, tiny_target)
-    page = open_page(browser, write_comparison(run, other), 390, "dark")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert "train.lr" in page.inner_text("main")
+    for second, words in ((other, "train.lr"), (served, "in the engine, 16 streams: speed-up")):
+        page = open_page(browser, write_comparison(run, second), 390, "dark")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert words in page.inner_text("main")
 
 
 def test_a_screenshot_for_the_docs(browser: Any, run: Run, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The report's charts as inline SVG: no script, no font, no file beside the page.
 
-Colours are CSS classes (`s1`, `s2`, `grid`, `axis`) that the page defines for light and dark. Every point and bar has
+Colours are CSS classes (`s0` to `s4`, `grid`, `tick`) that the page defines for light and dark. Every point and bar has
 a <title>: the page shows it where the pointer is, screen readers read it. 400 units wide, so that text stays legible on
 a phone.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 WIDTH = 400
-_LEFT, _RIGHT, _TOP = 46, 12, 22
+LEFT, RIGHT, _TOP = 46, 12, 22
 _PANEL, _GAP, _BOTTOM = 110, 38, 38
 
 Points = Sequence[tuple[float, float]]
@@ -59,19 +59,19 @@ def line_chart(panels: Sequence[Panel], x_label: str) -> str:
         top += _PANEL + _GAP
     base = top - _GAP
     for value in [mark for mark in ticks(0, reach, 5) if mark <= reach] if reach else []:
-        x = _LEFT + value / reach * (WIDTH - _LEFT - _RIGHT)
+        x = LEFT + value / reach * (WIDTH - LEFT - RIGHT)
         parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 15}" text-anchor="middle">{number(value)}</text>')
-    parts.append(f'<text class="tick" x="{WIDTH - _RIGHT}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
     label = ", ".join(panel.title for panel in panels) + f" over {x_label}"
-    return _svg(base + _BOTTOM, label, parts)
+    return svg_of(base + _BOTTOM, label, parts)
 
 
 def _panel(panel: Panel, top: float, reach: float) -> str:
-    base, right = top + _PANEL, WIDTH - _RIGHT
-    parts = [f'<text class="label" x="{_LEFT}" y="{top - 8}">{escape(panel.title)}</text>']
+    base, right = top + _PANEL, WIDTH - RIGHT
+    parts = [f'<text class="label" x="{LEFT}" y="{top - 8}">{escape(panel.title)}</text>']
     if not panel.points:
-        return "".join([*parts, _nothing(top + 58)])
-    x_key = _LEFT + 14 + 6.3 * len(panel.title)
+        return "".join([*parts, nothing(top + 58)])
+    x_key = LEFT + 14 + 6.3 * len(panel.title)
     for line in (line for line in panel.lines if line.name):
         parts.append(f'<rect class="bar {line.style}" x="{x_key:.1f}" y="{top - 17}" width="10" height="10"/>')
         parts.append(f'<text class="tick" x="{x_key + 14:.1f}" y="{top - 8}">{escape(line.name)}</text>')
@@ -80,12 +80,12 @@ def _panel(panel: Panel, top: float, reach: float) -> str:
     low, high = marks[0], marks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return _LEFT + x / (reach or 1) * (right - _LEFT), base - (y - low) / (high - low) * _PANEL
+        return LEFT + x / (reach or 1) * (right - LEFT), base - (y - low) / (high - low) * _PANEL
 
     for value in marks:
         y = place(0, value)[1]
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
     for line in panel.lines:
         places = [place(x, y) for x, y in line.points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -93,7 +93,7 @@ def _panel(panel: Panel, top: float, reach: float) -> str:
         style, radius = (f"dot {line.style}", 3) if len(places) <= 30 else ("hover", 6)
         name = f"{line.name}, " if line.name else ""
         for (x, y), (at_x, at_y) in zip(line.points, places, strict=True):
-            tip = _title(f"{name}step {number(x)}: {panel.title} {y:.4g}")
+            tip = tip_of(f"{name}step {number(x)}: {panel.title} {y:.4g}")
             parts.append(f'<circle class="{style}" cx="{at_x:.1f}" cy="{at_y:.1f}" r="{radius}">{tip}</circle>')
     return "".join(parts)
 
@@ -109,51 +109,73 @@ class Bars:
 
 def bar_chart(series: Sequence[Bars], x_label: str) -> str:
     """Grouped bars of shares, each with its value above it, and a legend. Returns: an <svg> element."""
-    height, top = 200, 34
-    base, right = top + height, WIDTH - _RIGHT
+    key, taken = legend([(bars.name, bars.style) for bars in series])
+    height, top = 200, taken + 14
+    base, right = top + height, WIDTH - RIGHT
     groups = max((len(bars.values) for bars in series), default=0)
-    parts = []
+    parts = [key]
     for value in (0, 0.25, 0.5, 0.75, 1):
         y = base - value * height
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.0%}</text>')
-    slot = (right - _LEFT) / max(groups, 1)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.0%}</text>')
+    slot = (right - LEFT) / max(groups, 1)
     width = min(34.0, slot * 0.8 / max(len(series), 1))
     for group in range(groups):
-        middle = _LEFT + (group + 0.5) * slot
+        middle = LEFT + (group + 0.5) * slot
         parts.append(f'<text class="tick" x="{middle:.1f}" y="{base + 15}" text-anchor="middle">{group + 1}</text>')
         present = [bars for bars in series if group < len(bars.values)]
         for place, bars in enumerate(present):
             share = bars.values[group]
             x, y = middle + (place - len(present) / 2) * width, base - share * height
-            tip = _title(f"{bars.name}, position {group + 1}: {share:.1%}")
+            tip = tip_of(f"{bars.name}, position {group + 1}: {share:.1%}")
             box = f'x="{x + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{share * height:.1f}"'
             parts.append(f'<rect class="bar {bars.style}" {box}>{tip}</rect>')
             if width >= 16:
                 at = f'x="{x + width / 2:.1f}" y="{y - 4:.1f}"'
                 parts.append(f'<text class="value" {at} text-anchor="middle">{share * 100:.0f}</text>')
     if not groups:
-        parts.append(_nothing(top + height / 2 + 20))
-    x = float(_LEFT)
-    for bars in series:
-        parts.append(f'<rect class="bar {bars.style}" x="{x}" y="6" width="10" height="10"/>')
-        parts.append(f'<text class="label" x="{x + 15}" y="15">{escape(bars.name)}</text>')
-        x += 32 + 6.3 * len(bars.name)
+        parts.append(nothing(top + height / 2 + 20))
     parts.append(f'<text class="tick" x="{right}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
-    return _svg(base + _BOTTOM, ", ".join(bars.name for bars in series) + f" by {x_label}", parts)
+    return svg_of(base + _BOTTOM, ", ".join(bars.name for bars in series) + f" by {x_label}", parts)
 
 
-def _svg(height: float, label: str, parts: Sequence[str]) -> str:
+def legend(entries: Sequence[tuple[str, str]], left: float = LEFT) -> tuple[str, float]:
+    """Names with their colours, in as many lines as they need.
+
+    Args:
+        entries: (name, CSS class).
+    Returns: SVG elements, and the height that they take, units; 0 without entries.
+    """
+    parts, x, y = [], left, 6.0
+    for name, style in entries:
+        width = 32 + 7.4 * len(name)  # of a phone's larger letters
+        if x > left and x + width > WIDTH:
+            x, y = left, y + 18
+        parts.append(f'<rect class="bar {style}" x="{x:.1f}" y="{y:g}" width="10" height="10"/>')
+        parts.append(f'<text class="label" x="{x + 15:.1f}" y="{y + 9:g}">{escape(name)}</text>')
+        x += width
+    return "".join(parts), y + 14 if entries else 0
+
+
+def svg_of(height: float, label: str, parts: Sequence[str]) -> str:
+    """An <svg> of WIDTH units; `label` is what screen readers say of it."""
     head = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
     return head + "".join(parts) + "</svg>"
 
 
-def _nothing(y: float) -> str:
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
+def nothing(y: float) -> str:
+    """What stands where there are no measurements."""
+    middle = (LEFT + WIDTH - RIGHT) / 2
     return f'<text class="tick" x="{middle}" y="{y:g}" text-anchor="middle">no measurements yet</text>'
 
 
-def _title(text: str) -> str:
+def shortened(name: str, most: int = 40) -> str:
+    """A name that fits beside its figures."""
+    return name if len(name) <= most else f"{name[: most - 2]}…"
+
+
+def tip_of(text: str) -> str:
+    """What the page shows where a mark is pointed at or tapped."""
     return f"<title>{escape(text)}</title>"
 
 
@@ -185,10 +207,10 @@ def number(value: float) -> str:
 def histogram(values: npt.NDArray[np.int64], x_label: str, y_label: str, style: str, bins: int = 24) -> str:
     """How many values (0 or more) lie in each of about `bins` equal ranges from 0 on. Returns: an <svg> element."""
     height, top = 200, 34
-    base, right = top + height, WIDTH - _RIGHT
-    parts = [f'<text class="label" x="{_LEFT}" y="15">{escape(y_label)}</text>']
+    base, right = top + height, WIDTH - RIGHT
+    parts = [f'<text class="label" x="{LEFT}" y="15">{escape(y_label)}</text>']
     if not len(values):
-        return _svg(base + _BOTTOM, f"{y_label} by {x_label}", [*parts, _nothing(top + height / 2)])
+        return svg_of(base + _BOTTOM, f"{y_label} by {x_label}", [*parts, nothing(top + height / 2)])
     edges = ticks(0, float(values.max()), bins)
     step, reach = edges[1], edges[-1]
     places = np.minimum(values / step, len(edges) - 2).astype(np.intp)
@@ -196,19 +218,19 @@ def histogram(values: npt.NDArray[np.int64], x_label: str, y_label: str, style: 
     marks = ticks(0, max(counts), 4)
     for mark in marks:
         y = base - mark / marks[-1] * height
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(mark)}</text>')
-    slot = (right - _LEFT) / len(counts)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(mark)}</text>')
+    slot = (right - LEFT) / len(counts)
     for place, count in enumerate(counts):
         tall = count / marks[-1] * height
-        tip = _title(f"{number(place * step)} to {number((place + 1) * step)} {x_label}: {count:,}")
-        box = f'x="{_LEFT + place * slot + 0.5:.1f}" y="{base - tall:.1f}" width="{slot - 1:.1f}" height="{tall:.1f}"'
+        tip = tip_of(f"{number(place * step)} to {number((place + 1) * step)} {x_label}: {count:,}")
+        box = f'x="{LEFT + place * slot + 0.5:.1f}" y="{base - tall:.1f}" width="{slot - 1:.1f}" height="{tall:.1f}"'
         parts.append(f'<rect class="bar {style}" {box}>{tip}</rect>')
     for mark in [mark for mark in ticks(0, reach, 5) if mark <= reach]:
-        x = _LEFT + mark / reach * (right - _LEFT)
+        x = LEFT + mark / reach * (right - LEFT)
         parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 15}" text-anchor="middle">{number(mark)}</text>')
     parts.append(f'<text class="tick" x="{right}" y="{base + 32}" text-anchor="end">{escape(x_label)}</text>')
-    return _svg(base + _BOTTOM, f"{y_label} by {x_label}", parts)
+    return svg_of(base + _BOTTOM, f"{y_label} by {x_label}", parts)
 
 
 @dataclass(frozen=True)
@@ -222,28 +244,24 @@ class Row:
 
 def row_chart(rows: Sequence[Row], names: tuple[str, str], styles: tuple[str, str], x_label: str, of_each: str) -> str:
     """Horizontal bars, one for each `of_each`, of two parts, its name above it, and a legend. Returns: an <svg>."""
-    top, step, right = 30, 34, WIDTH - _RIGHT
-    parts, x = [], 4.0
-    for name, style in zip(names, styles, strict=True):
-        parts.append(f'<rect class="bar {style}" x="{x}" y="6" width="10" height="10"/>')
-        parts.append(f'<text class="label" x="{x + 15}" y="15">{escape(name)}</text>')
-        x += 32 + 6.3 * len(name)
+    key, taken = legend(list(zip(names, styles, strict=True)), 4)
+    top, step, right = taken + 10, 34, WIDTH - RIGHT
+    parts = [key]
     reach = max((row.first + row.second for row in rows), default=0) or 1
     for place, row in enumerate(rows):
         y, x = top + place * step, 4.0
         total = row.first + row.second
-        shown = row.name if len(row.name) <= 40 else f"{row.name[:38]}…"
-        parts.append(f'<text class="tick" x="4" y="{y + 11}">{escape(shown)}</text>')
+        parts.append(f'<text class="tick" x="4" y="{y + 11}">{escape(shortened(row.name))}</text>')
         parts.append(f'<text class="value" x="{right}" y="{y + 11}" text-anchor="end">{total:,.0f}</text>')
         for value, name, style in zip((row.first, row.second), names, styles, strict=True):
             width = value / reach * (right - 4)
-            tip = _title(f"{row.name}: {value:,.0f} {name}")
+            tip = tip_of(f"{row.name}: {value:,.0f} {name}")
             parts.append(
                 f'<rect class="bar {style}" x="{x:.1f}" y="{y + 15}" width="{width:.1f}" height="12">{tip}</rect>'
             )
             x += width
     height = top + max(len(rows), 1) * step + 18
     if not rows:
-        parts.append(_nothing(height / 2))
+        parts.append(nothing(height / 2))
     parts.append(f'<text class="tick" x="{right}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>')
-    return _svg(height, f"{names[0]} and {names[1]} by {of_each}", parts)
+    return svg_of(height, f"{names[0]} and {names[1]} by {of_each}", parts)

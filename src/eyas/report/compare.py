@@ -10,8 +10,9 @@ from eyas import __version__, fs
 from eyas.errors import RecipeError
 from eyas.progress import size
 from eyas.report.charts import Bars, Line, Panel, bar_chart, line_chart, thin
-from eyas.report.facts import Facts, gather
-from eyas.report.page import conditions, templates
+from eyas.report.facts import Facts, gather, standard_error
+from eyas.report.page import conditions, rate, templates
+from eyas.report.serving import streams_name, streams_of, terms
 from eyas.run import Run
 
 _MOST_POINTS = 160
@@ -45,6 +46,7 @@ def render_comparison(first: Facts, second: Facts) -> str:
             made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             eyas_version=__version__,
             verdict=verdict(first, second),
+            served=[(name, terms(facts.serving)) for name, facts in zip(names, both, strict=True) if facts.serving],
             figures=figures(first, second),
             settings=changed_settings(first, second),
             acceptance_chart=_acceptance_chart(both, names),
@@ -76,10 +78,7 @@ def _standard_error(facts: Facts) -> float | None:
     shares, count = evaluation.get("acceptance_per_position"), evaluation.get("verifications")
     if not shares or not count:
         return None
-    # P(accepted >= i) = shares[i - 1], so E[a] = sum of shares and E[a^2] = sum of (2i - 1) shares.
-    mean = sum(shares)
-    square = sum((2 * place + 1) * share for place, share in enumerate(shares))
-    return math.sqrt(max(square - mean**2, 0.0) / count)
+    return standard_error(shares, count)
 
 
 def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
@@ -100,6 +99,7 @@ def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
     ]
     for source in sorted(set(_by_source(first)) | set(_by_source(second))):
         told.append((f"acceptance length, {source}", _length_of(source), lambda value: f"{value:.3f}"))
+    told += _served(first, second)
     rows = []
     for name, get, show in told:
         values = [get(facts) for facts in (first, second)]
@@ -109,6 +109,43 @@ def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
             shown = ["" if value is None else show(value) for value in values]
             rows.append({"name": name, "shown": shown, "difference": ratio})
     return rows
+
+
+def _served(first: Facts, second: Facts) -> list[Figure]:
+    """Figures of the serving engine: over all by number of streams, and those of prompt sets that both were asked."""
+    both = [facts.serving for facts in (first, second) if facts.serving]
+    told: list[Figure] = []
+    if both:
+        told.append(("in the engine: acceptance length", _in_engine("acceptance_length"), lambda value: f"{value:.3f}"))
+    for count in sorted({count for figures in both for count in streams_of(figures)}, key=int):
+        place, drafted = f"in the engine, {streams_name(count)}: ", ("rates", count, "with")
+        told += [
+            (f"{place}speed-up", _in_engine("speedup", count, "mean"), lambda value: f"{value:.3f}"),
+            (f"{place}tokens/s", _in_engine(*drafted, "tokens_per_s", "mean"), rate),
+            (f"{place}tokens/s of a stream", _in_engine(*drafted, "tokens_per_s_per_stream", "mean"), rate),
+            (
+                f"{place}first token, ms",
+                _in_engine(*drafted, "first_token_s", "median"),
+                lambda value: rate(1000 * value),
+            ),
+        ]
+    shared = set.intersection(*(set(figures["sets"]) for figures in both)) if len(both) == 2 else set()
+    for name in sorted(shared) if len(shared) > 1 else ():
+        get = _in_engine("sets", name, "acceptance_length")
+        told.append((f"in the engine, {name}: acceptance length", get, lambda value: f"{value:.3f}"))
+    return told
+
+
+def _in_engine(*keys: str) -> Callable[[Facts], float | None]:
+    """A figure of serving.json by its keys; None where it isn't there."""
+
+    def get(facts: Facts) -> float | None:
+        found: Any = facts.serving
+        for key in keys:
+            found = found.get(key) if found else None
+        return found
+
+    return get
 
 
 def _by_source(facts: Facts) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from safetensors import safe_open
 
 from eyas.drafter.vocab import coverage
+from eyas.engine.profile import load_profile
 from eyas.errors import StoreError
 from eyas.recipe import dump_recipe
 from eyas.record import Record, load_record
@@ -55,6 +57,10 @@ class Facts:
         tokens: tokens/manifest.json.
         data: figures and samples of tokens/; None where the set is not whole.
         evaluation: eval.json.
+        serving: serving.json, what `eyas evaluate --engine` measured.
+        serving_stale: whether the drafter was exported anew since.
+        tuned: engine -> evidence of `eyas tune`.
+        shape: bench/shape.json, speed-up by simulated acceptance length (benchmarks/serving_sglang.py).
         steps: lines of logs/train.jsonl with a loss.
         heldout: its held-out measurements, each with its step.
         sizes: bytes of each folder of the run, and of the store wherever it lies; absent ones are left out.
@@ -70,6 +76,10 @@ class Facts:
     store_fault: str
     vocabulary: Vocabulary | None
     evaluation: Json | None
+    serving: Json | None
+    serving_stale: bool
+    tuned: dict[str, Json]
+    shape: Json | None
     steps: list[Json]
     heldout: list[Json]
     sizes: dict[str, int]
@@ -126,6 +136,10 @@ def gather(run: Run) -> Facts:
         store_fault=fault,
         vocabulary=_vocabulary(run, reader),
         evaluation=_read_json(run.dir / "eval.json"),
+        serving=_read_json(run.dir / "serving.json"),
+        serving_stale=_serving_stale(run),
+        tuned=_tuned(run),
+        shape=_read_json(run.dir / "bench" / "shape.json"),
         steps=[line for line in lines if "loss" in line],
         heldout=[line["heldout"] | {"step": line["step"]} for line in lines if "heldout" in line],
         sizes=sizes | ({"store": store.size_bytes} if store else {}),
@@ -167,6 +181,20 @@ def _vocabulary(run: Run, reader: StoreReader | None) -> Vocabulary | None:
     return Vocabulary(len(ids), len(t2d), shares)
 
 
+def _serving_stale(run: Run) -> bool:
+    """Whether the drafter that was measured in an engine is another than the one that is exported now."""
+    measured, exported = load_record(run.dir, "serving"), load_record(run.dir, "export")
+    if measured is None or exported is None:
+        return False
+    return measured.inputs.get("output of export") != exported.output
+
+
+def _tuned(run: Run) -> dict[str, Json]:
+    """Evidence of each engine's tuned profile, where it has some (one of a user's own may have none)."""
+    found = {path.stem.removeprefix("tuned-"): load_profile(str(path)) for path in run.dir.glob("tuned-*.toml")}
+    return {name: found[name].evidence for name in sorted(found) if found[name].evidence.get("configurations")}
+
+
 def _folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
@@ -184,6 +212,14 @@ def _read_lines(path: Path) -> list[Json]:
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def standard_error(shares: Sequence[float], verifications: float) -> float:
+    """Of an acceptance length, from the share of verifications that accepted the draft at each position."""
+    # P(accepted >= i) = shares[i - 1], so E[a] = sum of shares and E[a^2] = sum of (2i - 1) shares.
+    mean = sum(shares)
+    square = sum((2 * place + 1) * share for place, share in enumerate(shares))
+    return math.sqrt(max(square - mean**2, 0.0) / verifications)
 
 
 def _number(table: Json | None, key: str) -> float | None:

@@ -15,6 +15,7 @@ from eyas.errors import RecipeError
 from eyas.progress import duration, size
 from eyas.report.charts import Bars, Line, Panel, Row, bar_chart, histogram, line_chart, row_chart, thin
 from eyas.report.facts import Facts, gather
+from eyas.report.serving import curve_view, serving_view, tuning_views
 from eyas.run import Run
 
 # More points than pixels only make the page heavy.
@@ -58,6 +59,9 @@ def render(facts: Facts) -> str:
             source_chart=source_chart(facts),
             kinds=kinds(facts),
             kinds_chart=kinds_chart(facts),
+            served=serving_view(facts),
+            tunings=tuning_views(facts),
+            curve=curve_view(facts),
             commands=commands(facts),
             evaluation_text=json.dumps(facts.evaluation, indent=1),
         )
@@ -73,7 +77,8 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"size": size, "duration": duration, "count": _count, "share": _share, "dec": _decimals}
+    environment.filters |= {"size": size, "duration": duration, "count": _count, "share": _share}
+    environment.filters |= {"dec": _decimals, "rate": rate}
     return environment
 
 
@@ -167,7 +172,21 @@ def kinds_chart(facts: Facts) -> str:
 def commands(facts: Facts) -> list[str]:
     """What makes this run again, from the recipe as it was used."""
     recipe = shlex.quote(str(facts.run.dir / "recipe.toml"))
-    return [f"pip install eyas=={__version__}", f"eyas run {recipe}", f"eyas report {recipe}"]
+    lines = [f"pip install eyas=={__version__}", f"eyas run {recipe}"]
+    if facts.serving:
+        lines.append(f"eyas evaluate {recipe} --engine {facts.serving['engine']}")
+    for engine, evidence in facts.tuned.items():
+        lines.append(f"eyas tune {recipe} --engine {engine} --choices {shlex.quote(evidence['choices'])}")
+        lines[-1] += f" --streams {evidence['streams']} --minutes {max(1, math.ceil(evidence['minutes']))}"
+    if facts.shape:
+        folder = shlex.quote(str(facts.run.dir))
+        lines.append(f"python benchmarks/serving_sglang.py {folder} --data DIR --sglang-python PATH --parts shape")
+    return [*lines, f"eyas report {recipe}"]
+
+
+def rate(value: float) -> str:
+    """At least three digits: 0.83, 12.3, 1,234."""
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def _count(value: float) -> str:

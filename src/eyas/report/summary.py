@@ -4,6 +4,7 @@ from pathlib import Path
 
 from eyas.report.facts import Facts, gather
 from eyas.report.page import conditions, save_page
+from eyas.report.serving import engine_name, headline
 from eyas.run import Run
 
 _OPEN = "not finished"
@@ -32,4 +33,7 @@ def summary_rows(facts: Facts, report: Path) -> list[tuple[str, str]]:
         rows.append(("acceptance by position", ", ".join(f"{share:.1%}" for share in shares)))
     if facts.speedup is not None:
         rows.append(("speed-up", f"{facts.speedup:.2f} times plain decoding, in process"))
+    served = headline(facts)
+    if facts.serving and served:
+        rows.append((f"in {engine_name(facts.serving)}", f"{served[1]:.2f} times the target alone, {served[0]}"))
     return [*rows, ("report", str(report))]
