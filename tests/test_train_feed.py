@@ -130,8 +130,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> StoreReader:
 
 def argmax_of(reader: StoreReader, tmp_path: Path) -> tuple[TargetArgmax, torch.Tensor]:
     lm_head = torch.randn(VOCAB, reader.manifest.target.hidden_size, generator=torch.Generator().manual_seed(1))
-    head: Any = SimpleNamespace(lm_head=lm_head)
-    return load_or_make(tmp_path / "argmax.safetensors", reader, head, alone(), tmp_path), lm_head
+    return load_or_make(tmp_path / "argmax.safetensors", reader, lambda: lm_head, alone(), tmp_path), lm_head
 
 
 def test_rows_are_what_packing_the_decoded_samples_gives(reader: StoreReader, tmp_path: Path) -> None:
@@ -150,12 +149,28 @@ def test_the_argmax_is_read_back_for_its_store_only(reader: StoreReader, tmp_pat
     made, _ = argmax_of(reader, tmp_path)
     rows = reader.written()
     assert all(len(made.of(row)) == reader.rows.supervised[row] for row in rows)
-    head: Any = None  # of no use where the cache is
-    cached = load_or_make(tmp_path / "argmax.safetensors", reader, head, alone(), tmp_path)
+
+    def never() -> torch.Tensor:
+        raise AssertionError("of no use where the cache is")
+
+    cached = load_or_make(tmp_path / "argmax.safetensors", reader, never, alone(), tmp_path)
     assert all(torch.equal(cached.of(row), made.of(row)) for row in rows)
     write_store(str(tmp_path / "other"), make_samples(9, seed=5))
-    with pytest.raises(AttributeError):
-        load_or_make(tmp_path / "argmax.safetensors", StoreReader(str(tmp_path / "other")), head, alone(), tmp_path)
+    with pytest.raises(AssertionError, match="of no use"):
+        load_or_make(tmp_path / "argmax.safetensors", StoreReader(str(tmp_path / "other")), never, alone(), tmp_path)
+
+
+def test_the_argmax_of_a_bf16_head_is_that_of_fp32_products(reader: StoreReader, tmp_path: Path) -> None:
+    """Logits rounded to bf16 tie, and the first of the tied would be taken."""
+    hidden = reader.manifest.target.hidden_size
+    lm_head = torch.randn(20_000, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    made = load_or_make(tmp_path / "argmax.safetensors", reader, lambda: lm_head, alone(), tmp_path)
+    rounded = 0
+    for row in reader.written():
+        final = reader.read(reader.rows.id(row)).final_hidden_states
+        assert torch.equal(made.of(row), (final.float() @ lm_head.float().T).argmax(-1))
+        rounded += int((made.of(row) != (final.bfloat16() @ lm_head.T).argmax(-1)).sum())
+    assert rounded > 0
 
 
 class Maker:

@@ -1,5 +1,6 @@
 """Training on a tiny random target: it learns, resumes bit for bit, survives kills, and refuses what changed."""
 
+import gc
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +91,29 @@ def test_golden_losses(captured: Path, tmp_path: Path) -> None:
     run = copy_of(captured, tmp_path)
     run_stage(run, "train")
     assert losses(run) == pytest.approx(GOLDEN, rel=2e-4)
+
+
+def test_the_targets_lm_head_does_not_stay_in_memory(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiny target's is not tied to its embedding, which has to stay."""
+    heads, alive = [], []
+    original, step = trainer_module.load_target_head, trainer_module.Trainer._step
+
+    def loaded(*arguments: object) -> object:
+        head = original(*arguments)  # type: ignore[arg-type]
+        heads.append(weakref.ref(head.lm_head))
+        return head
+
+    def looking(self: object, *arguments: object) -> object:
+        gc.collect()
+        alive.extend(ref for ref in heads if ref() is not None)
+        return step(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer_module, "load_target_head", loaded)
+    monkeypatch.setattr(trainer_module.Trainer, "_step", looking)
+    run_stage(copy_of(captured, tmp_path, "train.epochs=1"), "train")
+    assert heads and not alive
 
 
 GOLDEN = [9.01971, 11.93539, 10.16413, 10.61929]

@@ -23,7 +23,7 @@ from eyas.stages import run_stage
 from eyas.store.reader import StoreReader
 from eyas.train import loop
 from eyas.train import trainer as trainer_module
-from eyas.train.argmax import TargetArgmax
+from eyas.train.argmax import TargetArgmax, load_or_make
 from eyas.train.feed import Feed, RowMaker, tensors_of
 from eyas.train.parallel import Parallel, join
 from eyas.train.trainer import Trainer
@@ -83,9 +83,8 @@ def test_the_host_waits_for_nothing_in_a_step(captured: Path, tmp_path: Path) ->
     run = copy_of(captured, tmp_path / "run", **ON_GPU, epochs="20")
     with join(run.recipe.train) as parallel:
         trainer = Trainer(run, loop.inputs(run), parallel)
-        argmax = trainer_module.load_or_make(
-            run.train_dir / "a.safetensors", trainer.reader, trainer.head, parallel, tmp_path
-        )
+        cache = run.train_dir / "a.safetensors"
+        argmax = load_or_make(cache, trainer.reader, lambda: trainer.load_head().lm_head, parallel, tmp_path)
         maker = RowMaker(trainer.reader, argmax, trainer.table.ttt_steps, trainer.dtype, trainer.device)
         with Feed(trainer.schedule, 0, maker.row, parallel) as feed:
             steps = feed.steps()
@@ -114,6 +113,20 @@ def test_rows_decoded_on_the_gpu_are_those_of_the_cpu(tmp_path: Path, encoding: 
     torch.cuda.synchronize()
     pairs = zip(tensors_of(made), tensors_of(plain), strict=True)
     assert all(torch.equal(one.cpu(), other) for one, other in pairs)
+
+
+def test_the_argmax_of_a_bf16_head_is_that_of_exact_products(tmp_path: Path) -> None:
+    """By tensor cores, with sums in fp32: it differs from fp64's at most where two logits are as good as equal."""
+    write_store(str(tmp_path / "store"), make_samples(30), make_manifest("bf16", "bf16"))
+    reader = StoreReader(str(tmp_path / "store"))
+    hidden = reader.manifest.target.hidden_size
+    lm_head = torch.randn(20_000, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    alone = Parallel(Train(device="cuda"), CUDA, None)
+    made = load_or_make(tmp_path / "a.safetensors", reader, lambda: lm_head.to(CUDA), alone, tmp_path)
+    for row in reader.written():
+        logits = reader.read(reader.rows.id(row)).final_hidden_states.double() @ lm_head.double().T
+        short = logits.max(-1).values - logits.gather(-1, made.of(row)[:, None])[:, 0]
+        assert float(short.max()) <= 1e-5 * float(logits.abs().max())
 
 
 def test_a_feed_hands_over_whole_rows(captured: Path, tmp_path: Path) -> None:

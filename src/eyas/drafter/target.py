@@ -17,7 +17,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TargetHead:
-    """Embedding [V, H], lm_head [V, H] and final norm [H] of the target, frozen, in one dtype and on one device.
+    """Embedding [V, H], lm_head [V, H] and final norm [H] of the target, frozen, on one device.
 
     lm_head consumes the post-norm final hidden state. They are the same tensor where the target ties them.
     """
@@ -27,9 +27,11 @@ class TargetHead:
     norm: Tensor
 
 
-def load_target_head(target: Target, dtype: torch.dtype, device: torch.device) -> TargetHead:
+def load_target_head(target: Target, dtype: torch.dtype | None, device: torch.device) -> TargetHead:
     """Read just these tensors from the target's folder, whatever prefix a wrapper gives them.
 
+    Args:
+        dtype: None: each tensor in the one of the checkpoint.
     Raises: TargetError where a tensor is missing, has another shape than the config says, or is no plain float tensor.
     """
     matrix = (target.vocab_size, target.hidden_size)

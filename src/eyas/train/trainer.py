@@ -71,8 +71,10 @@ class Trainer:
         parallel.same("recipe, target or store", fs.digest_json(self.inputs))
         if not self.reader.samples("train"):
             raise TrainError(f"{run.store_url}: no training samples", cause="every sample is held out or was rejected")
-        self.head = load_target_head(target, torch.float32, self.device)
-        self.beginning = begin(run.recipe, target, self.reader, self.head)
+        # Of the target's V x H matrices none but the embedding stays: 2.3 GB each in bf16 at Kimi's shape.
+        self.load_head = partial(load_target_head, target, None, self.device)
+        head = self.load_head()
+        self.beginning = begin(run.recipe, target, self.reader, head)
         self.drafter = self.beginning.drafter.to(self.device)
         self.drafter.lm_head.weight.requires_grad_(not self.table.freeze_lm_head)
         self.drafter.recompute = self.table.recompute
@@ -81,8 +83,8 @@ class Trainer:
         self._refuse_long()
         self.learner = Learner(parallel, self.drafter, self._loss, self.optimizer, self.table)
         self.watch, self.patience = Watch(self.device), Patience(self.table.patience)
-        self.lm_head_draft = self.head.lm_head[self.drafter.draft_ids].to(self.dtype)
-        self.embedding = self.head.embedding.to(self.dtype)
+        self.lm_head_draft = head.lm_head[self.drafter.draft_ids].to(self.dtype)
+        self.embedding = head.embedding.to(self.dtype)
         self.schedule = Schedule(self.reader, self.table)
 
     def _refuse_long(self) -> None:
@@ -104,7 +106,7 @@ class Trainer:
         """All steps; saves on a signal, at every checkpoint_every-th step and at the end."""
         first, steps, world = self._resume(), self.schedule.steps, self.parallel.world
         cache = self.run.train_dir / "target_argmax.safetensors"
-        argmax = load_or_make(cache, self.reader, self.head, self.parallel, self.run.logs_dir)
+        argmax = load_or_make(cache, self.reader, lambda: self.load_head().lm_head, self.parallel, self.run.logs_dir)
         self.rows = RowMaker(self.reader, argmax, self.table.ttt_steps, self.dtype, self.device)
         if self.table.patience and not self.reader.samples("heldout"):
             raise TrainError(
