@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eyas.store.account import relative_error
 from eyas.store.reader import StoreReader
+from eyas.store.writer import StoreWriter
 from eyas.tap.encode import FINE, INF, NAN, ZERO, decode, encode, row_faults
 
 torch.set_num_threads(1)
@@ -96,6 +97,27 @@ def test_the_store_reports_it(tmp_path: Path) -> None:
     errors = relative_error(StoreReader(str(tmp_path / "store")))
     assert [len(errors["aux"]), len(errors["final"])] == [3, 1]
     assert all(0.01 < value < 0.04 for value in errors["aux"] + errors["final"])
+
+
+class OfGpu(torch.Tensor):
+    """Stands in for a tensor on a GPU where there is none: numpy takes it only after `cpu`."""
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first.")
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_states_of_a_gpu_are_measured_too(tmp_path: Path) -> None:
+    """The whole way on a real one: tests/gpu/test_store_gpu.py."""
+    from helpers_store import make_manifest, make_samples, states
+
+    (sample,) = make_samples(1, longest=60)
+    with StoreWriter.open(str(tmp_path / "store"), make_manifest("fp8", "fp8"), [sample.entry]) as writer:
+        made = [encode(part, "fp8") for part in states(sample)]
+        writer.write_encoded(sample, 0, *(part._replace(error=part.error.as_subclass(OfGpu)) for part in made))
+    assert all(0.005 < value < 0.05 for value in relative_error(StoreReader(str(tmp_path / "store")))["aux"])
 
 
 def test_it_needs_torch_alone() -> None:

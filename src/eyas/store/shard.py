@@ -122,7 +122,7 @@ class OpenShard:
                 opened.hashed = last
         for kind, part in (("aux", aux), ("final", final)):
             if part.error is not None:
-                sums = part.error.numpy().sum(0, dtype=np.float64).reshape(-1, 2).T  # [2, layers]
+                sums = part.error.cpu().numpy().sum(0, dtype=np.float64).reshape(-1, 2).T  # [2, layers]
                 opened.error[kind] = opened.error.get(kind, np.zeros(1)) + sums
 
     def settle(self, row: int, opened: OpenSample) -> None:
