@@ -9,8 +9,10 @@ import torch
 from helpers_families import FAMILIES, make_family
 from safetensors.torch import load_file, save_file
 
-from eyas.engine.partial import PartialDecoder, Unchecked, embeddings, lm_head
+from eyas.drafter.target import load_target_head
+from eyas.engine.partial import PartialDecoder, Unchecked, embeddings, final_norm, lm_head
 from eyas.settings import Target as TargetTable
+from eyas.store.convert.tail import FinalNorm
 from eyas.target import Target, load_target
 
 CPU = torch.device("cpu")
@@ -91,3 +93,37 @@ def test_what_cannot_be_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1 << 16}))
     with pytest.raises(Unchecked, match="MiB in bfloat16, and 0 MiB are free"):
         PartialDecoder(target, 3, 6, CPU)
+
+
+def test_copies_in_the_layer_of_multi_token_prediction_are_not_taken(tmp_path: Path) -> None:
+    """DeepSeek-V3's index: layer 61 of 61 holds another embedding, norm and head of the same last names."""
+    model = make_family(tmp_path, "deepseek_v3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    extra = tensors.keys() - {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    copies = {
+        "model.layers.6.embed_tokens.weight": tensors["model.embed_tokens.weight"] + 1,
+        "model.layers.6.shared_head.norm.weight": tensors["model.norm.weight"] + 1,
+        "model.layers.6.shared_head.head.weight": tensors["lm_head.weight"] + 1,
+        "model.layers.6.shared_head.lm_head.weight": tensors["lm_head.weight"] + 1,
+        "model.layers.6.enorm.weight": torch.ones(3),
+    }
+    first, second = "model-00001-of-000002.safetensors", "model-00002-of-000002.safetensors"
+    save_file({name: tensors[name].contiguous() for name in extra}, tmp_path / first)
+    save_file(
+        {name: part.contiguous() for name, part in tensors.items() if name not in extra} | copies, tmp_path / second
+    )
+    places = {name: first if name in extra else second for name in (*tensors, *copies)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    target = target_of(tmp_path)
+
+    head = load_target_head(target, torch.float32, CPU)
+    assert torch.equal(head.embedding, model.get_parameter("model.embed_tokens.weight"))
+    assert torch.equal(head.norm, model.get_parameter("model.norm.weight"))
+    assert torch.equal(head.lm_head, model.get_parameter("lm_head.weight"))
+    assert torch.equal(FinalNorm(target).weight, head.norm) and torch.equal(lm_head(target), head.lm_head)
+    assert final_norm(target)[1] == "model.norm.weight"
+    entering, final = whole_states(model, ids := torch.arange(3, 43))
+    torch.testing.assert_close(embeddings(target, ids.tolist()), entering[0])
+    outcome = PartialDecoder(target, 4, 6, CPU).run(entering[4])
+    torch.testing.assert_close(outcome.final, final, rtol=1e-4, atol=1e-4)

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from eyas import checkpoint
 from eyas.errors import EngineError, TargetError
 from eyas.settings import Engine as EngineTable
 from eyas.target import Target
@@ -141,15 +142,8 @@ def find_device(name: str) -> torch.device:
 def check_weights(target: Target) -> None:
     """Read the header of every weight file. Raises TargetError for a cut file and for quantised or packed weights."""
     for path in sorted(set(target.weight_files.values())):
-        try:
-            with safe_open(path, framework="pt") as handle:
-                dtypes = {name: handle.get_slice(name).get_dtype() for name in handle.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise TargetError(
-                f"{path}: not a whole safetensors file ({error})",
-                cause="the download or copy was cut short",
-                next="fetch the folder again; nothing of the run is lost",
-            ) from None
+        with checkpoint.opened(path) as handle:
+            dtypes = {name: handle.get_slice(name).get_dtype() for name in handle.keys()}  # noqa: SIM118
         for name, dtype in dtypes.items():
             if dtype not in _PLAIN_DTYPES:
                 raise TargetError(

@@ -16,16 +16,15 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from eyas import checkpoint
 from eyas.errors import TargetError
 from eyas.target import Target
 
 # Kimi-K2 is DeepSeek-V3's architecture under another name; its wrapper keeps it in text_config.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 _TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _BLOCK_SCALE = "_scale_inv"  # DeepSeek-V3's name: fp8 weights, one float32 factor for each block of 128 x 128
 
 
@@ -114,9 +113,9 @@ def embeddings(target: Target, token_ids: Sequence[int]) -> Tensor:
 
     Raises: Unchecked where the matrix is quantised; TargetError where there is none.
     """
-    name = _prefix(target) + _EMBEDDING
+    name = checkpoint.name_of(target, "embedding")
     rows: dict[int, Tensor] = {}
-    with safe_open(target.weight_files[name], framework="pt") as handle:
+    with checkpoint.opened(target.weight_files[name]) as handle:
         matrix = handle.get_slice(name)
         if matrix.get_dtype() not in _TORCH:
             raise Unchecked(f"the embedding is {matrix.get_dtype()}")
@@ -130,8 +129,7 @@ def lm_head(target: Target) -> Tensor:
 
     Raises: Unchecked where it is quantised; TargetError where there is none.
     """
-    names = [name for name in target.weight_files if name == _LM_HEAD or name.endswith(f".{_LM_HEAD}")]
-    tensor = _read(target, names[0] if names else _prefix(target) + _EMBEDDING)
+    tensor = checkpoint.read(target, checkpoint.name_of(target, "lm_head"))
     if tensor.dtype not in _TORCH.values():
         raise Unchecked(f"lm_head is {tensor.dtype}")
     return tensor[: target.vocab_size]
@@ -142,25 +140,16 @@ def final_norm(target: Target) -> tuple[Path, str, float]:
 
     Raises: TargetError where one of them is missing.
     """
-    name = f"{_prefix(target)}norm.weight"
-    if name not in target.weight_files or "rms_norm_eps" not in target.text_config:
+    name = checkpoint.name_of(target, "norm")
+    if "rms_norm_eps" not in target.text_config:
         raise TargetError(
-            f"{target.path}: no tensor {name}, or no rms_norm_eps in config.json",
-            cause="an incomplete checkpoint, or a layout that Eyas doesn't know",
+            f"{target.path}: no rms_norm_eps in config.json", cause="a layout that Eyas doesn't know, or a cut config"
         )
     return target.weight_files[name], name, float(target.text_config["rms_norm_eps"])
 
 
 def _prefix(target: Target) -> str:
-    """What stands before `layers.` in the names of the decoder's tensors: model., language_model.model. ..."""
-    found = [name for name in target.weight_files if name == _EMBEDDING or name.endswith(f".{_EMBEDDING}")]
-    if len(found) != 1:
-        raise TargetError(
-            f"{target.path}: {len(found)} tensors are named *{_EMBEDDING}",
-            expected="exactly one",
-            cause="an incomplete checkpoint, or a layout that Eyas doesn't know",
-        )
-    return found[0][: -len(_EMBEDDING)]
+    return checkpoint.layers_prefix(checkpoint.name_of(target, "embedding"))
 
 
 def _layer_tensors(target: Target, first: int, last: int) -> list[str]:
@@ -180,7 +169,7 @@ def _stored_bytes(target: Target, names: Sequence[str]) -> tuple[int, int]:
     """
     values = raw = 0
     for path, here in _by_file(target, names):
-        with _opened(path) as handle:
+        with checkpoint.opened(path) as handle:
             for name in here:
                 piece = handle.get_slice(name)
                 dtype, count = piece.get_dtype(), torch.Size(piece.get_shape()).numel()
@@ -243,13 +232,13 @@ def _weights(target: Target, names: Sequence[str], first: int, dtype: torch.dtyp
     """The tensors under the names that a model of these layers alone gives them."""
     prefix, weights = _prefix(target), {}
     for path, here in _by_file(target, names):
-        with _opened(path) as handle:
+        with checkpoint.opened(path) as handle:
             for name in here:
                 if name.endswith(_BLOCK_SCALE):
                     continue
                 tensor = handle.get_tensor(name)
                 if tensor.dtype == torch.float8_e4m3fn:
-                    tensor = _undo_blocks(tensor, _read(target, name + _BLOCK_SCALE), dtype)
+                    tensor = _undo_blocks(tensor, checkpoint.read(target, name + _BLOCK_SCALE), dtype)
                 short = name[len(prefix) :]
                 if short.startswith("layers."):
                     _, number, rest = short.split(".", 2)
@@ -292,21 +281,6 @@ def _build(target: Target, config: Any, weights: dict[str, Tensor], dtype: torch
     return decoder.eval()
 
 
-def _read(target: Target, name: str) -> Tensor:
-    with _opened(target.weight_files[name]) as handle:
-        tensor: Tensor = handle.get_tensor(name)
-    return tensor
-
-
 def _by_file(target: Target, names: Sequence[str]) -> Iterator[tuple[Any, list[str]]]:
     for path in sorted({target.weight_files[name] for name in names}):
         yield path, [name for name in names if target.weight_files[name] == path]
-
-
-@contextmanager
-def _opened(path: Any) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as handle:
-            yield handle
-    except SafetensorError as error:
-        raise TargetError(f"{path}: not a whole safetensors file ({error})", cause="a cut download") from None

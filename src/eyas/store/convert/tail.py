@@ -4,19 +4,13 @@ All supported targets end with RMSNorm: post = pre / rms(pre) * w. The scale of 
 another pre-norm state than the captured one, but one that the norm takes to the same post-norm state.
 """
 
-import re
 from collections.abc import Iterable
 
 import torch
-from safetensors import safe_open
 
+from eyas import checkpoint
 from eyas.errors import TargetError
 from eyas.target import Target
-
-_NORM = re.compile(r"(?:.*\.)?(?:model|language_model)\.norm\.weight")
-_HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
-_EMBEDDING = re.compile(r"(?:.*\.)?embed_tokens\.weight")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FinalNorm:
@@ -29,12 +23,12 @@ class FinalNorm:
     """
 
     def __init__(self, target: Target) -> None:
-        name, self.eps = _name(target, _NORM, "the last norm"), target.rms_norm_eps
-        self.weight = _read(target, name).float()
-        if self.weight.shape != (target.hidden_size,) or not bool((self.weight != 0).all()):
+        self.weight, self.eps = checkpoint.read_float(target, "norm").float(), target.rms_norm_eps
+        zeros = int((self.weight == 0).sum())
+        if zeros:
             raise TargetError(
-                f"{target.path}: {name} has shape {tuple(self.weight.shape)}, {int((self.weight == 0).sum())} zeros",
-                expected=f"{target.hidden_size} numbers, none of them 0: final states are divided by them",
+                f"{target.path}: {checkpoint.name_of(target, 'norm')} has {zeros} zeros",
+                expected="none: final states are divided by them",
             )
 
     def to_post(self, pre: torch.Tensor) -> torch.Tensor:
@@ -54,8 +48,7 @@ class Fit:
     """
 
     def __init__(self, target: Target, norm: FinalNorm) -> None:
-        tied = not any(_HEAD.fullmatch(name) for name in target.weight_files)
-        self._head = _read(target, _name(target, _EMBEDDING if tied else _HEAD, "lm_head")).float()
+        self._head = checkpoint.read_float(target, "lm_head").float()
         self._norm = norm
 
     def measure(
@@ -73,26 +66,3 @@ class Fit:
                 sums[place] += (states @ self._head.T).log_softmax(-1).gather(-1, labels).sum().double()
             count += len(at)
         return (float(sums[0] / count), float(sums[1] / count), count) if count else None
-
-
-def _name(target: Target, pattern: re.Pattern[str], what: str) -> str:
-    names = [name for name in target.weight_files if pattern.fullmatch(name) and ".layers." not in name]
-    if len(names) != 1:
-        raise TargetError(
-            f"{target.path}: {len(names)} tensors could be {what}: {', '.join(sorted(names)) or 'none'}",
-            expected="exactly one",
-            cause="an incomplete checkpoint, or a layout that Eyas doesn't know",
-        )
-    return names[0]
-
-
-def _read(target: Target, name: str) -> torch.Tensor:
-    with safe_open(target.weight_files[name], framework="pt") as handle:
-        tensor: torch.Tensor = handle.get_tensor(name)
-    if tensor.dtype not in _FLOATS:
-        raise TargetError(
-            f"{target.path}: {name} has dtype {tensor.dtype}",
-            expected="float32, bfloat16 or float16",
-            next="name the unquantised checkpoint's folder with --target: only its last tensors are read",
-        )
-    return tensor
