@@ -1,5 +1,6 @@
 """The check of an exported folder: every way in which a drafter was served wrong is named."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,15 @@ def test_a_switch_that_a_release_ignores_is_refused_for_it(
     assert alone["architectures"] == ["Eagle3LlamaForCausalLM"]  # which SGLang doesn't load at all
     assert check(tmp_path, target, alone, tensors_of(drafter), drafter, for_sglang=False) == []
     assert check(tmp_path, target, alone, tensors_of(drafter), drafter) != []
+
+
+def test_layer_ids_are_read_as_the_release_that_serves_reads_them(tmp_path: Path, target: Target) -> None:
+    """DeepSeek's class (Kimi too) stopped adding 1 to the ids in 0.5.13."""
+    kimi = dataclasses.replace(target, config=target.config | {"model_type": "kimi_k2"})
+    config = flat_config(DRAFTER, kimi, dtype="bfloat16", sglang_version="0.5.23")
+    assert check(tmp_path, kimi, config, tensors_of(DRAFTER), sglang_version="0.5.13") == []
+    faults = check(tmp_path, kimi, config, tensors_of(DRAFTER), sglang_version="0.5.12")
+    assert len(faults) == 1 and "SGLang 0.5.12 would capture [3, 5, 6] of a kimi_k2 target" in faults[0]
 
 
 def test_a_sliding_window_is_carried_for_vllm_and_refused_for_sglang(tmp_path: Path, target: Target) -> None:

@@ -13,10 +13,11 @@ import importlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from eyas import fs
@@ -87,11 +88,19 @@ def follow_stage(run: Run, name: str, *, redo: bool = False) -> None:
         stage.execute(run)
 
 
-def run_all(run: Run, *, redo: str = "") -> dict[str, Record]:
-    """All stages in order; `redo` names the first stage to do again (it and all after it)."""
+def run_all(
+    run: Run, *, redo: str = "", before: Mapping[str, Callable[[Run], None]] = MappingProxyType({})
+) -> dict[str, Record]:
+    """All stages in order; `redo` names the first stage to do again (it and all after it).
+
+    Args:
+        before: stage -> what has to pass before it is executed.
+    """
     records, again = {}, False
     for name in stages_of(run):
         again = again or name == redo
+        if name in before and (again or load_record(run.dir, name) is None):
+            before[name](run)
         records[name] = run_stage(run, name, redo=again)
     return records
 

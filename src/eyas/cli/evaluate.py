@@ -26,11 +26,11 @@ def evaluate(
     if not engine:
         run_stage(read_run(recipe, set_, limit), "evaluate", redo=redo)
         return
-    from eyas.export.stage import check
+    from eyas.export.stage import check_served
     from eyas.record import load_record
 
     run = read_run(recipe, [*(set_ or []), f"serving.kind={engine}"], limit)
-    if not run.recipe.serving.drafter and load_record(run.dir, "export") is not None:
-        check(run)  # what is wrong in the folder has a name before a server is started
+    if load_record(run.dir, "export") is not None:
+        check_served(run)  # what is wrong in the folder has a name before a server is started
     run_stage(run, "serving", redo=redo)
     print(run.dir / "serving.json")

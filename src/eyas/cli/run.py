@@ -22,7 +22,9 @@ def run(
     described = read_run(recipe, set_, limit)
     if redo and redo not in stages_of(described):
         raise RecipeError(f"--redo {redo}: no such stage", expected=", ".join(stages_of(described)))
-    run_all(described, redo=redo)
+    from eyas.export.stage import check_served
+
+    run_all(described, redo=redo, before={"serving": check_served})
     from eyas.report.summary import finish
 
     finish(described)

@@ -50,6 +50,10 @@ def start(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, with_dra
     from eyas.signals import stop_on_signals
 
     run = find_run(recipe, set_, limit, with_drafter)
+    if with_drafter:
+        from eyas.export.stage import check_served
+
+        check_served(read_run(recipe, set_, limit))
     with stop_on_signals("this start: the server is stopped") as stop:
         state = start_server(run, stop=stop)
     print(f"ready    {state.url} (pid {state.pid})")

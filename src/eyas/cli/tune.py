@@ -28,6 +28,7 @@ def tune(
     from eyas.engine.drafting import serving_kind
     from eyas.evaluate.tune import lines
     from eyas.evaluate.tune import tune as find_best
+    from eyas.export.stage import check_served
     from eyas.signals import stop_on_signals
     from eyas.stages import noting_errors, remove_tree
 
@@ -35,6 +36,7 @@ def tune(
     if redo:
         remove_tree(run.dir / "tune")
     named = load_choices(choices or serving_kind(run))
+    check_served(run)
     with noting_errors(run, "tune"), stop_on_signals("this pass") as stop:
         tuned = find_best(run, named, minutes=minutes, streams=streams, most=most, stop=stop)
     print("\n".join(lines(tuned)))

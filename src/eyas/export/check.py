@@ -31,6 +31,7 @@ def check_folder(
     *,
     embedding: Tensor | None = None,
     for_sglang: bool = True,
+    sglang_version: str = "",
 ) -> list[str]:
     """Everything in an exported folder that would make an engine refuse it or serve another drafter than was trained.
 
@@ -40,17 +41,20 @@ def check_folder(
         aux_layer_ids: the layers that were captured, from the store's manifest, in our meaning.
         embedding: the target's, where the folder has to hold it.
         for_sglang: whether a flat folder has to serve in SGLang, not in vLLM alone.
+        sglang_version: release of the SGLang that is to serve it; "": the one that a flat folder says it is for.
     Returns: one line for each mismatch: what was seen, what was expected; empty where there is none.
     """
     config = _read_config(folder)
     if isinstance(config, str):
         return [config]
+    if sglang_version and "speculators_model_type" in config:
+        return [f'config.json: speculators\' form, which SGLang {sglang_version} has no reader for; expected "flat"']
     readings = [read_as_vllm(config)]
     faults = _check_sizes(readings[0].keys)
     if faults:
         return faults
     if for_sglang and "speculators_model_type" not in config:
-        sglang = _sglang_reading(config, target)
+        sglang = _sglang_reading(config, target, sglang_version)
         if isinstance(sglang, str):
             faults.append(sglang)
         else:
@@ -88,7 +92,7 @@ def _check_sizes(keys: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _sglang_reading(config: dict[str, Any], target: Target) -> Reading | str:
+def _sglang_reading(config: dict[str, Any], target: Target, version: str) -> Reading | str:
     eagle = config.get("eagle_config") or {}
     nested = eagle.get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(nested, list) or not nested:
@@ -96,7 +100,7 @@ def _sglang_reading(config: dict[str, Any], target: Target) -> Reading | str:
     if eagle.get("use_aux_hidden_state", True) is not True:
         return "config.json: eagle_config.use_aux_hidden_state is off; expected true: fc reads aux states"
     try:
-        return read_as_sglang(config, target, str(eagle.get("sglang_version")))
+        return read_as_sglang(config, target, version or str(eagle.get("sglang_version")))
     except ExportError as error:
         return f"config.json: eagle_config.sglang_version: {error.seen}; expected {error.expected}"
 

@@ -11,7 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from eyas import fs
 from eyas.drafter.eagle3 import DrafterConfig
+from eyas.drafter.published import read_published
 from eyas.drafter.target import load_target_head
+from eyas.engine.drafting import serving_kind, serving_run
+from eyas.engine.find import TITLES, find_engine
 from eyas.errors import CorruptStore, ExportError, StoreError, VerificationFailed
 from eyas.export.check import check_folder
 from eyas.export.form import (
@@ -102,6 +105,47 @@ def check(run: Run) -> None:
             cause="files were edited by hand, or the target's config or the store changed since",
             next=run.command("export", "--redo"),
         )
+
+
+def check_served(run: Run) -> None:
+    """Check the finished `export/` as the engine of [serving] reads it, in the release that its interpreter holds.
+
+    A folder that `serving.drafter` names is somebody else's: there is nothing to compare it with.
+
+    Raises: VerificationFailed, naming each mismatch; EngineError where the interpreter doesn't hold the engine.
+    """
+    if run.recipe.serving.drafter:
+        return
+    kind = serving_kind(run)
+    release = find_engine(serving_run(run, None).recipe.engine).engines[kind]
+    target = load_target(run.recipe.target)
+    drafter = _trained_shape(run, target)
+    faults = check_folder(
+        run.export_dir,
+        target,
+        drafter,
+        captured_layers(run, drafter),
+        embedding=_embedding(run, target),
+        for_sglang=kind == "sglang",
+        sglang_version=release if kind == "sglang" else "",
+    )
+    if faults:
+        wanted = f', with export.form = "flat" and export.sglang_version = "{release}" in the recipe'
+        raise VerificationFailed(
+            f"{run.export_dir}, as {TITLES[kind]} {release} would serve it:\n  " + "\n  ".join(faults),
+            expected="the drafter that was trained",
+            cause="it was exported for another engine or release, or files were edited by hand",
+            next=run.command("export", "--redo") + (wanted if kind == "sglang" else ""),
+        )
+
+
+def _trained_shape(run: Run, target: Target) -> DrafterConfig:
+    """Of the checkpoint; where checkpoints were removed since, with a line that says so, of the folder itself."""
+    try:
+        return read_shape(trained_checkpoint(run))
+    except ExportError as error:
+        say(f"export: the folder is not compared with what was trained ({error.seen}), only with what is to serve it")
+        return read_published(run.export_dir, target).config
 
 
 def _check(run: Run, folder: Path, target: Target, drafter: DrafterConfig, embedding: torch.Tensor | None) -> list[str]:
