@@ -1,18 +1,25 @@
 """The evaluate stage on a tiny random target: figures by source, and which prompts are decoded."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers_capture import make_run, random_samples
+from safetensors.torch import save_file
 
 from eyas.drafter.walk import answer_spans, walk
+from eyas.evaluate import decode
+from eyas.evaluate import stage as evaluate_stage
 from eyas.evaluate.kinds import DIGITS, ENDS, OUTSIDE, PIECE, PUNCTUATION, RARE, SPACE, WORD, Kinds, kinds_of
 from eyas.evaluate.stage import spread
-from eyas.run import Run
+from eyas.run import Run, open_run
+from eyas.settings import Target as TargetTable
 from eyas.stages import run_stage
 from eyas.store.reader import StoreReader
+from eyas.target import load_target
 
 SETTINGS = ["train.draft_vocab_size=200", "train.epochs=1", "train.batch_tokens=128", "train.ttt_steps=2"]
 SETTINGS += ["train.device=cpu", "train.precision=fp32", "train.lr=3e-3", "evaluate.decode_prompts=0"]
@@ -38,6 +45,44 @@ def test_the_sources_add_up_to_the_whole(evaluated: Run) -> None:
     assert sum(part["verifications"] for part in parts) == result["verifications"] > 0
     accepted = sum((part["acceptance_length"] - 1) * part["verifications"] for part in parts)
     assert accepted == pytest.approx((result["acceptance_length"] - 1) * result["verifications"], abs=0.1)
+
+
+def again(run: Run, *more: str) -> Run:
+    """The run with these settings on top, to be evaluated anew."""
+    return open_run(run.dir.parent.parent / "recipe.toml", [*SETTINGS, *more])
+
+
+def test_a_target_too_large_for_the_memory_is_replayed_and_not_decoded(
+    evaluated: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decode, "available_memory", lambda: 1000)
+    record = run_stage(again(evaluated, "evaluate.decode_prompts=2"), "evaluate", redo=True)
+    result = json.loads((evaluated.dir / "eval.json").read_text())
+    assert "the host has 1 kB free" in result["decode"]["skipped"] and "torch.float32" in result["decode"]["skipped"]
+    assert f"no reference decoding of {evaluated.recipe.target.path}: its weights take" in capsys.readouterr().err
+    assert record.counts["acceptance_length"] == result["replay"]["acceptance_length"]
+
+
+def test_quantised_weights_are_not_decoded_with(tiny_target: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    whole = load_target(TargetTable(path=str(folder)))
+    assert decode.why_not(whole, torch.float32, torch.device("cpu")) == ""
+    save_file({"packed": torch.zeros(4, 4, dtype=torch.int32)}, folder / "model.safetensors")
+    packed = load_target(TargetTable(path=str(folder)))
+    assert "packed is I32" in decode.why_not(packed, torch.float32, torch.device("cpu"))
+
+
+def test_the_replay_outlives_decoding_that_fails(evaluated: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = json.loads((evaluated.dir / "eval.json").read_text())["replay"]
+    run = again(evaluated, "evaluate.decode_prompts=2")
+
+    def killed(*arguments: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(evaluate_stage, "_decode", killed)
+        run_stage(run, "evaluate", redo=True)
+    assert json.loads((evaluated.dir / "eval.json").read_text())["replay"] == before
 
 
 def test_kinds_count_every_draft_that_met_a_token() -> None:

@@ -18,7 +18,7 @@ from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance
 from eyas.engine.drafting import Drafting
 from eyas.errors import VerificationFailed
-from eyas.evaluate import parity, serving
+from eyas.evaluate import decode, parity, serving
 from eyas.evaluate.again import Exchange
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
 from eyas.evaluate.parity import Counted, choose_prompts, compare, counted
@@ -102,6 +102,16 @@ def test_an_engine_that_is_right_agrees(run: Run, target: Target) -> None:
     assert told["passed"] and told["gap"] < 0.01 and "causes" not in told
     assert told["decode"]["acceptance_length"] == told["engine"]["acceptance_length"]
     assert told["differences"] == {"answers": 0, "of": PROMPTS, "largest_tie": None}
+
+
+def test_a_target_too_large_for_the_memory_is_left_out_of_parity(
+    run: Run, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exchanges, told_by = play(run, target)
+    monkeypatch.setattr(decode, "available_memory", lambda: 1000)
+    told = compare(decoding(run, PROMPTS), target, Drafting(run.export_dir, DRAFTS), exchanges, told_by, "float32")
+    assert told["decode"] is None and told["passed"] and set(told["gaps"]) == {"replay"}
+    assert "no reference decoding of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

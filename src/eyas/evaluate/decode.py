@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import DynamicCache
 
 from eyas.drafter.attention import attend
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.walk import Acceptance
-from eyas.engine.local import entering, find_decoder, load_model
+from eyas.engine.local import check_weights, entering, find_decoder, load_model
+from eyas.engine.preflight import available_memory
+from eyas.errors import TargetError
 from eyas.evaluate.accept import accept_greedy, accept_sampled, sample
+from eyas.progress import size
 from eyas.target import Target
 
 
@@ -65,6 +69,26 @@ class TargetSession:
         refused = self.cache.get_seq_length() - length
         if refused:
             self.cache.crop(-refused)
+
+
+def why_not(target: Target, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the target can't be decoded with in this process: quantised weights, or too little memory; "" where it can.
+
+    The weights pass through host memory on their way to a GPU (`load_model`), so they must find room in both.
+    """
+    try:
+        check_weights(target)
+    except TargetError as error:
+        return error.seen
+    values = 0
+    for path in set(target.weight_files.values()):
+        with safe_open(path, framework="pt") as handle:
+            values += sum(torch.Size(handle.get_slice(name).get_shape()).numel() for name in handle.keys())  # noqa: SIM118
+    needed, free = values * torch.finfo(dtype).bits // 8, {"host": available_memory()}
+    if device.type == "cuda":
+        free[str(device)] = torch.cuda.mem_get_info(device)[0]
+    short = [f"{where} has {size(amount)} free" for where, amount in free.items() if amount < needed]
+    return f"its weights take {size(needed)} as {dtype}, and the {' and '.join(short)}" if short else ""
 
 
 class DrafterSession:

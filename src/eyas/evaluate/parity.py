@@ -15,9 +15,9 @@ from eyas.drafter.walk import Acceptance
 from eyas.engine.drafting import Drafting
 from eyas.evaluate.again import Exchange, Reference, added, capture_again, load_reference, walk_all
 from eyas.evaluate.causes import causes
-from eyas.evaluate.decode import DrafterSession, TargetSession, decode_along, decode_speculative
+from eyas.evaluate.decode import DrafterSession, TargetSession, decode_along, decode_speculative, why_not
 from eyas.evaluate.prompts import Prompt, PromptSets
-from eyas.progress import Progress
+from eyas.progress import Progress, say
 from eyas.run import Run
 from eyas.store.reader import StoredSample
 from eyas.target import Target
@@ -99,6 +99,10 @@ def compare(
     replayed = walk_all(reference.drafter, reference.head.embedding, samples, drafts)
     total = added(replayed, drafts)
     count = min(run.recipe.evaluate.decode_prompts, len(exchanges))
+    why = why_not(target, getattr(torch, dtype), reference.device) if count else ""
+    if why:
+        say(f"evaluate: no reference decoding of {target.path}: {why}")
+        count = 0
     decoded = _decode(run, target, reference, drafting, exchanges[:count], dtype)
     gaps = {"replay": engine.gap(total.length)}
     if count == len(exchanges):

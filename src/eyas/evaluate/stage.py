@@ -14,7 +14,7 @@ from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, answer_spans, draft_hits, walk
 from eyas.engine.local import find_device
 from eyas.errors import TargetError, TrainError
-from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
+from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative, why_not
 from eyas.evaluate.kinds import Kinds, kinds_of
 from eyas.progress import Progress, say
 from eyas.record import Inputs, load_record
@@ -36,7 +36,8 @@ def discard(run: Run) -> None:
 
 
 def execute(run: Run) -> Result:
-    """Measure, write eval.json."""
+    """Measure, write eval.json: after the replay already, and again after decoding, which is left out, with the reason
+    in words, where the target can't run in this process."""
     train = load_record(run.dir, "train")
     assert train is not None, "run_stage has looked"
     folder = run.train_dir / train.counts["checkpoint"]
@@ -61,8 +62,12 @@ def execute(run: Run) -> Result:
     result["by_source"] = {source: acceptance.as_json() for source, acceptance in sorted(by_source.items())}
     if kinds is not None:
         result["kinds"] = kinds.as_json()
+    fs.write_json(run.dir / "eval.json", result)  # so that an end of decoding by force leaves it
     if run.recipe.evaluate.decode_prompts:
-        result |= _decode(run, drafter, embedding, samples)
+        why = why_not(target, torch.float32, device)
+        if why:
+            say(f"evaluate: no reference decoding of {target.path}: {why}")
+        result |= {"decode": {"skipped": why}} if why else _decode(run, drafter, embedding, samples)
     fs.write_json(run.dir / "eval.json", result)
     shown = ("acceptance_length", "acceptance_per_position", "wall_s", "lossless")
     counts: dict[str, Any] = {key: result[key] for key in shown if key in result}
