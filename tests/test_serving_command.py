@@ -71,6 +71,22 @@ def test_the_serving_table_takes_the_place_of_engine(run: Run) -> None:
     assert alone.recipe.engine == engine.model_copy(update={"args": ["--tp-size", "2"]}), "all other flags alike"
 
 
+@pytest.mark.parametrize("given", [["--tp-size", "8"], ["--tp=8"], ["--tensor-parallel-size=8", "--log-level", "info"]])
+def test_the_ranks_of_engine_are_taken_over(given: list[str], run: Run) -> None:
+    """A model that was captured on eight GPUs is served on eight, whatever the engine calls it."""
+
+    def served(kind: str = "sglang", profile: str = "serving", **serving: object) -> list[str]:
+        engine = run.recipe.engine.model_copy(update={"args": given})
+        table = run.recipe.serving.model_copy(update={"args": [], "kind": kind} | serving)
+        changed = Run(run.recipe.model_copy(update={"engine": engine, "serving": table}), "")
+        return serving_run(changed, None, profile=profile).recipe.engine.args
+
+    assert served() == ["--tp-size", "8"]
+    assert served("vllm") == ["--tensor-parallel-size", "8"]
+    assert served(args=["--tp", "4"]) == ["--tp", "4"] and served(args=["--tp-size=4"]) == ["--tp-size=4"]
+    assert served(profile="pcie-8gpu") == [], "the profile says it"
+
+
 def test_the_tuned_profile_is_used_once_it_is_there(run: Run) -> None:
     assert find_profile(run) == "serving"
     path = tuned_profile(run, "sglang")

@@ -196,7 +196,8 @@ class Engine(Table):
         "and explains them.",
     )
     args: list[str] = Field(
-        default_factory=list, description='Flags for the server on top of the profile\'s, such as ["--tp-size", "8"].'
+        default_factory=list,
+        description="Flags for the server on top of the profile's; of engine.args tensor parallel alone is taken over.",
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables for the server on top of the profile's."
@@ -439,7 +440,8 @@ class Serving(Table):
         "for this run, else `serving`.",
     )
     args: list[str] = Field(
-        default_factory=list, description='Flags for the server on top of the profile\'s, such as ["--tp-size", "8"].'
+        default_factory=list,
+        description="Flags for the server on top of the profile's; of engine.args tensor parallel alone is taken over.",
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables for the server on top of the profile's."

@@ -7,15 +7,18 @@ state lies in a folder of its own, so that it may live beside the one that captu
 import dataclasses
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from eyas.engine.kinds import KINDS
 from eyas.engine.profile import load_profile
 from eyas.errors import ExportError, RecipeError
 from eyas.run import Run
 from eyas.settings import Engine, Serving
 
 SERVING = "serving"
+_TENSOR_PARALLEL = ("--tp-size", "--tp", "--tensor-parallel-size", "-tp")
 Kind = Literal["sglang", "vllm"]
 
 
@@ -124,12 +127,24 @@ def serving_run(run: Run, drafting: Drafting | None, *, profile: str = "", folde
     """
     kind, table = serving_kind(run), run.recipe.serving
     own = drafting.flags(kind) if drafting else []
-    update = _update(table, run.recipe.engine) | {"kind": kind, "profile": profile or find_profile(run)}
-    update["args"] = [*own, *table.args]
+    chosen = profile or find_profile(run)
+    update = _update(table, run.recipe.engine) | {"kind": kind, "profile": chosen}
+    update["args"] = [*own, *_ranks(run, kind, chosen), *table.args]
     if folder != SERVING:  # one of several that are measured
         update["port"] = 0
     recipe = run.recipe.model_copy(update={"engine": run.recipe.engine.model_copy(update=update)})
     return dataclasses.replace(run, recipe=recipe, engine_folder=folder)
+
+
+def _ranks(run: Run, kind: Kind, profile: str) -> list[str]:
+    """Tensor parallel as engine.args has it, by this engine's name: a model that was captured on several GPUs doesn't
+    fit on one. Nothing where serving.args or the profile says it, or engine.args doesn't."""
+    own = [*run.recipe.serving.args, *(entry.flag for entry in load_profile(profile).flags)]
+    words = [part for word in run.recipe.engine.args for part in word.split("=", 1)]
+    given = [value for flag, value in pairwise(words) if flag in _TENSOR_PARALLEL]
+    if not given or any(word.partition("=")[0] in _TENSOR_PARALLEL for word in own):
+        return []
+    return ["--" + KINDS[kind].ranks.replace("_", "-"), given[-1]]
 
 
 def _update(table: Serving, engine: Engine) -> dict[str, object]:
