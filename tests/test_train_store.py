@@ -9,6 +9,7 @@ import pytest
 from helpers_capture import make_run, random_samples
 
 from eyas.errors import DataError, ManifestMismatch, RecipeError, TrainError
+from eyas.evaluate.again import Exchange, capture_again
 from eyas.record import load_record
 from eyas.run import Run, open_run
 from eyas.stages import run_all, run_stage, stages_of
@@ -68,6 +69,15 @@ def test_an_imported_store_is_verified_trained_evaluated_and_exported(imported: 
     assert records["train"].counts["heldout"]["verifications"] > 0
     assert records["evaluate"].counts["acceptance_length"] >= 1
     assert (imported.export_dir / "model.safetensors").is_file()
+    assert not imported.tokens_dir.exists()
+
+
+def test_an_engines_answers_are_captured_again_for_an_imported_store(imported: Run) -> None:
+    """What parity is measured on: states of the answers are the run's own, whatever its recipe captured."""
+    exchange = Exchange(prompt=list(range(10, 20)), answer=list(range(30, 45)), plain=[])
+    (sample,) = capture_again(imported, [exchange], [2, 4, 5], "float32", "replay")
+    assert sample.token_ids.tolist() == exchange.prompt + exchange.answer
+    assert len(sample.final_hidden_states) == len(exchange.answer) and sample.aux_hidden_states.shape[:2] == (25, 3)
     assert not imported.tokens_dir.exists()
 
 

@@ -1,7 +1,6 @@
 """An engine's answers captured again and walked, by the drafter as it was trained."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,10 +21,10 @@ from eyas.engine.local import find_device
 from eyas.errors import RecipeError
 from eyas.record import Record, load_record, save_record
 from eyas.run import Run
-from eyas.settings import Regenerate, Store
+from eyas.settings import Regenerate, Source, Store
 from eyas.stages import remove_tree, run_stage
 from eyas.store.reader import StoredSample, StoreReader
-from eyas.target import Target
+from eyas.target import Target, load_target
 
 _PACK_TOKENS = 4096
 
@@ -91,7 +90,8 @@ def capture_again(
             update={
                 "runs_dir": str(run.dir / "serving"),
                 "name": name,
-                "data": recipe.data.model_copy(update={"limit": 0}),
+                # A recipe without sources, whose store was imported, would have nothing to capture.
+                "data": recipe.data.model_copy(update={"limit": 0, "sources": [Source(path="answers")]}),
                 "regenerate": Regenerate(),
                 "engine": recipe.engine.model_copy(update={"dtype": dtype}),
                 "store": Store(shard_bytes=recipe.store.shard_bytes, min_free_bytes=recipe.store.min_free_bytes),
@@ -100,8 +100,9 @@ def capture_again(
         ),
     )
     remove_tree(again.dir)
-    given = json.loads((run.tokens_dir / "manifest.json").read_text(encoding="utf-8"))
-    facts = {key: given[key] for key in ("tokenizer_digest", "template_digest", "vocab_size")}
+    target = load_target(recipe.target)
+    # Token ids as the engine wrote them: no template made them.
+    facts = {"tokenizer_digest": target.tokenizer_digest, "template_digest": "", "vocab_size": target.vocab_size}
     samples = [exchange.sample for exchange in exchanges]
     with TokensWriter(again.tokens_dir) as writer:
         for sample in samples:
