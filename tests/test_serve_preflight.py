@@ -256,8 +256,11 @@ def test_flags_that_this_release_does_not_know(
 
 
 def test_a_flag_of_the_profile_that_is_not_known_there(tmp_path: Path, tiny_target: Path) -> None:
-    error = only_fault(stand_in_run(tmp_path, tiny_target, profile="pcie-8gpu"))
-    assert "does not know --num-continuous-decode-steps (in profile pcie-8gpu)" in error.seen
+    (tmp_path / "own.toml").write_text(
+        'purpose = "serve"\nabout = "own"\n[[flags]]\nflag = "--enable-magic"\nreason = "it was said to help"\n'
+    )
+    error = only_fault(stand_in_run(tmp_path, tiny_target, profile=str(tmp_path / "own.toml")))
+    assert "does not know --enable-magic (in profile own)" in error.seen
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from helpers_export import make_run
 from eyas.engine.choices import choice_names, combine, configurations, load_choices, profile_of
 from eyas.engine.deploy import deployment
 from eyas.engine.drafting import Drafting, find_drafting, find_profile, serving_kind, serving_run, tuned_profile
-from eyas.engine.profile import Profile, load_profile
+from eyas.engine.profile import Profile, load_profile, profile_names
 from eyas.errors import ExportError, RecipeError
 from eyas.run import Run
 from eyas.stages import stages_of
@@ -164,11 +164,18 @@ def test_every_configuration_of_every_choice_is_a_profile(name: str) -> None:
         Drafting(Path("/d"), **profile.drafter.model_dump()).flags(kind)
 
 
+def test_no_flag_is_tried_that_does_nothing() -> None:
+    """SGLang 0.5.11 to 0.5.23 define --num-continuous-decode-steps and read it nowhere."""
+    flags = [choice.flag for name in choice_names() for choice in load_choices(name).choices]
+    flags += [entry.flag for name in profile_names() for entry in load_profile(name).flags]
+    assert flags and "--num-continuous-decode-steps" not in flags
+
+
 def test_all_combinations_or_single_changes_and_the_best_together(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(
         'about = "mine"\n[[choices]]\ndrafter = [{ drafts = 3 }, { drafts = 5 }]\nreason = "r"\n'
-        '[[choices]]\nflag = "--num-continuous-decode-steps"\nvalues = ["", "2", "4"]\nreason = "r"\n'
+        '[[choices]]\nflag = "--max-running-requests"\nvalues = ["", "2", "4"]\nreason = "r"\n'
         '[[choices]]\nenv = "NCCL_PROTO"\nvalues = ["", "LL"]\nreason = "r"\n'
         '[[choices]]\nflag = "--disable-custom-all-reduce"\nvalues = ["", "on"]\nreason = "r"\n'
     )
@@ -177,15 +184,15 @@ def test_all_combinations_or_single_changes_and_the_best_together(tmp_path: Path
     single, complete = configurations(choices, 23)
     assert not complete and len(single) == 1 + 1 + 2 + 1 + 1
     assert [one.text for one in single] == [
-        *("drafts 3", "drafts 5", "drafts 3, --num-continuous-decode-steps 2"),
-        *("drafts 3, --num-continuous-decode-steps 4", "drafts 3, NCCL_PROTO=LL"),
+        *("drafts 3", "drafts 5", "drafts 3, --max-running-requests 2"),
+        *("drafts 3, --max-running-requests 4", "drafts 3, NCCL_PROTO=LL"),
         "drafts 3, --disable-custom-all-reduce",
     ]
     together = combine(choices, [single[3], single[2], single[5]])
-    assert together.text == "drafts 3, --num-continuous-decode-steps 4, --disable-custom-all-reduce"
+    assert together.text == "drafts 3, --max-running-requests 4, --disable-custom-all-reduce"
     content = profile_of(load_profile("serving"), choices, together, "sglang")
     assert [(flag["flag"], flag.get("value", "")) for flag in content["flags"]] == [
-        ("--num-continuous-decode-steps", "4"),
+        ("--max-running-requests", "4"),
         ("--disable-custom-all-reduce", ""),
     ]
 

@@ -20,7 +20,7 @@ from eyas.run import Run
 from eyas.signals import Stop
 from eyas.stages import remove_tree
 
-FLAG = "--num-continuous-decode-steps"
+FLAG = "--max-running-requests"
 
 
 @dataclass

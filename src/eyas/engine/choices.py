@@ -7,8 +7,8 @@ drafter = [{ drafts = 3 }, { drafts = 5, top_k = 4, draft_tokens = 8 }]
 reason = "..."
 
 [[choices]]
-flag = "--num-continuous-decode-steps"
-values = ["", "2", "4"]        # "": without the flag; "on": the flag alone
+flag = "--mem-fraction-static"
+values = ["", "0.75", "0.85"]  # "": without the flag; "on": the flag alone
 reason = "..."
 
 [[choices]]
