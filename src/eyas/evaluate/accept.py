@@ -32,7 +32,7 @@ def accept_sampled(
         logits: [K + 1, V] of the target.
         temperature: of the target's distribution, > 0.
     """
-    probs = (logits.float() / temperature).softmax(-1)
+    probs, draft_probs = (logits.float() / temperature).softmax(-1).cpu(), draft_probs.cpu()
     for i, token in enumerate(drafts):
         odds = probs[i, token] / draft_probs[i, token]
         if torch.rand((), generator=generator) >= odds:
@@ -41,5 +41,6 @@ def accept_sampled(
 
 
 def sample(weights: Tensor, generator: torch.Generator) -> int:
-    """A token id drawn in proportion to non-negative weights [V]."""
-    return int(torch.multinomial(weights, 1, generator=generator))
+    """A token id drawn in proportion to non-negative weights [V], on the CPU, where generators are: the same draws on
+    every device."""
+    return int(torch.multinomial(weights.cpu(), 1, generator=generator))
