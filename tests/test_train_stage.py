@@ -214,11 +214,17 @@ def test_unfinished_training_refuses_another_recipe(captured: Path, tmp_path: Pa
         run_stage(run, "train")
     from eyas.run import open_run
 
-    changed = open_run(tmp_path / "recipe.toml", [*SETTINGS, "train.lr=1e-5"])
-    with pytest.raises(TrainError) as error:
-        run_stage(changed, "train")
-    assert "train.lr was 0.003 and is now 1e-05" in str(error.value)
-    assert "--redo" in error.value.next
+    changes = {
+        "train.lr=1e-5": "train.lr was 0.003 and is now 1e-05",
+        # Shapes of the drafter too: nothing asks to delete a checkpoint that is good.
+        "train.draft_vocab_size=150": "train.draft_vocab_size was 200 and is now 150",
+        "drafter.intermediate_size=64": "drafter.intermediate_size was 0 and is now 64",
+    }
+    for change, told in changes.items():
+        with pytest.raises(TrainError) as error:
+            run_stage(open_run(tmp_path / "recipe.toml", [*SETTINGS, change]), "train")
+        assert told in str(error.value)
+        assert "--redo" in error.value.next
     assert latest(run.train_dir) is not None, "nothing is lost"
 
 

@@ -72,14 +72,16 @@ def save_checkpoint(
     parallel.wait()
 
 
-def load_checkpoint(
-    folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, parallel: Parallel
-) -> dict[str, Any]:
-    """Put a checkpoint's weights and moments in place, each process its shards of them; returns its state.
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of the run that wrote it, as `save_checkpoint` was given it."""
+    return dict(json.loads((folder / "state.json").read_text(encoding="utf-8")))
+
+
+def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optimizer, parallel: Parallel) -> None:
+    """Put a checkpoint's weights and moments in place, each process its shards of them.
 
     Raises: TrainError where the checkpoint has other tensors than this drafter.
     """
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     own = drafter.state_dict()
     try:
         weights = load_file(folder / "model.safetensors")
@@ -91,7 +93,6 @@ def load_checkpoint(
         parts = {key.rpartition(".")[2]: value for key, value in moments.items() if key.rpartition(".")[0] == name}
         if parts:
             optimizer.state[parameter] = {key: parallel.like(value, parameter) for key, value in parts.items()}
-    return state
 
 
 def _gather(tensors: dict[str, torch.Tensor], parallel: Parallel) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ from eyas.target import load_target
 from eyas.train.argmax import load_or_make
 from eyas.train.batch import Schedule, StepPlan
 from eyas.train.beginning import begin, describe_head
-from eyas.train.checkpoint import latest, load_checkpoint, save_checkpoint, sweep
+from eyas.train.checkpoint import latest, load_checkpoint, read_state, save_checkpoint, sweep
 from eyas.train.feed import Feed, Row, RowMaker
 from eyas.train.flops import peak_flops
 from eyas.train.log import LOG_EVERY, TrainLog
@@ -175,7 +175,7 @@ class Trainer:
         self.parallel.same("newest checkpoint", folder.name if folder else "")
         if folder is None:
             return 0
-        state = load_checkpoint(folder, self.drafter, self.optimizer, self.parallel)
+        state = read_state(folder)
         change = changed_input(Record("train", state["inputs"], "", {}, 0), self.inputs)
         step = int(state["step"])
         if not change and state["samples"] != self.schedule.samples_before(step):
@@ -186,6 +186,7 @@ class Trainer:
                 cause="the recipe, the target or the store changed while training was unfinished",
                 next=f"{self.run.command('train', '--redo')}   # starts again; or undo the change to go on",
             )
+        load_checkpoint(folder, self.drafter, self.optimizer, self.parallel)
         self.patience = Patience(self.table.patience, **state.get("patience", {}))
         say(f"train: going on from {folder.name} of {self.schedule.steps}, after {state['samples']:,} samples")
         return step
