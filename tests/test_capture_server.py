@@ -175,6 +175,23 @@ def test_most_samples_too_long_is_an_error(tiny_target: Path, tmp_path: Path, mo
         assert not fake.seen
 
 
+def test_samples_that_are_too_long_begin_no_shard_before_its_turn(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(monkeypatch, tiny_target, tmp_path / "served", "capture.in_flight=1") as (run, fake, _):
+        fake.info["max_req_input_len"] = 64
+        answer, begun = fake.generate, []
+
+        def counting(body: dict[str, Any]) -> Any:
+            begun.append(len(list(Path(run.store_url).glob("shards/.partial-*"))))
+            return answer(body)
+
+        monkeypatch.setattr(fake, "generate", counting)
+        result = execute(run)
+    assert result.counts["rejected"] == {"longer than the server takes (63 tokens)": 7}
+    assert StoreReader(run.store_url).plan.shards >= 5 and max(begun) == 1
+
+
 def test_wrong_tokens_and_positions_stop_the_capture(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-import numpy as np
-
 from eyas.capture.plan import batches
 from eyas.capture.server import Captured, capture_from_server, server_version, state_flags
 from eyas.data.tokens import Sample, Tokens
@@ -125,7 +123,7 @@ def _entries(tokens: Tokens) -> Iterator[PlanEntry]:
 
 def _capture(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop) -> Captured:
     """Capture what is pending until it is done or a stop is asked for."""
-    if not any(writer.pending()):
+    if not len(writer.pending_rows()):
         return Captured(0.0, {})
     if run.recipe.engine.kind != "local":
         return capture_from_server(run, target, tokens, writer, stop)
@@ -134,15 +132,13 @@ def _capture(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop
 
 def _capture_here(run: Run, target: Target, tokens: Tokens, writer: StoreWriter, stop: Stop) -> float:
     """Run the target in this process; returns tokens per second."""
-    pending = writer.pending()
     plan = writer.plan
-    total = int(plan.tokens.sum())
-    left = int(plan.tokens[np.isin(plan.ids, np.array([id for ids in pending for id in ids], "S32"))].sum())
+    total, left = int(plan.tokens.sum()), int(plan.tokens[writer.pending_rows()].sum())
     engine = LocalEngine(target, run.recipe.engine, writer.manifest.aux_layer_ids)
     say(f"capture: {left:,} of {total:,} tokens to do, {run.recipe.engine.dtype} on {engine.device}")
     with Progress("capture", total, "tokens", run.logs_dir, done=total - left) as progress:
         for batch in (
-            batch for ids in pending for batch in batches(tokens.fetch(ids), run.recipe.capture.batch_tokens)
+            batch for ids in writer.pending() for batch in batches(tokens.fetch(ids), run.recipe.capture.batch_tokens)
         ):
             if stop.signum is not None:
                 break

@@ -124,9 +124,10 @@ class _Capture:
         return facts
 
     def _refuse_too_long(self, longest: int) -> None:
-        """Reject what the server can't take, before anything is sent.
+        """Say how many samples the server can't take: each is rejected when its shard's turn comes, for a rejection
+        begins the shard's file.
 
-        Raises: EngineError where that is more than half of all samples.
+        Raises: EngineError where they are more than half of all samples.
         """
         plan = self.writer.plan
         long = np.flatnonzero(plan.tokens > longest)
@@ -141,15 +142,11 @@ class _Capture:
                 next="lower data.max_tokens, or (SGLang) raise --context-length or --max-total-tokens in engine.args",
             )
         say(f"capture: {told}: rejected")
-        pending = {sample_id for ids in self.writer.pending() for sample_id in ids}
-        for row in long.tolist():
-            if plan.id(row) in pending:
-                self.writer.reject(plan.id(row), f"longer than the server takes ({longest} tokens)")
 
     async def _work(self, client: EngineClient, facts: ServerFacts) -> Captured:
         plan, recipe = self.writer.plan, self.run_.recipe
-        pending, total = self.writer.pending(), int(plan.tokens.sum())
-        left = int(plan.tokens[np.isin(plan.ids, np.array([one for ids in pending for one in ids], "S32"))].sum())
+        waiting = plan.tokens[self.writer.pending_rows()]
+        total, left = int(plan.tokens.sum()), int(waiting[waiting <= facts.longest_prompt].sum())
         engine = f"{self.state.title} {facts.version} in {facts.dtype}"
         say(f"capture: {left:,} of {total:,} tokens to do, {engine} at {client.url}")
         ring = self._ring()
@@ -174,12 +171,13 @@ class _Capture:
                 spots,
                 nonce=uuid.uuid4().hex[:8],
                 in_flight=self.table.in_flight,
+                longest=facts.longest_prompt,
                 attempts=self.table.attempts,
                 patience_s=recipe.engine.patience_s,
                 stop=self.stop,
                 watch=watch,
             )
-            await worker.run(self._samples(pending))
+            await worker.run(self._samples(facts.longest_prompt))
             self._advance(progress, worker, ring, total - left)
             checked = spots.finish()
         counters = ring.counters()
@@ -213,10 +211,11 @@ class _Capture:
         note += f", {again:,} tries made again" if again else ""
         progress.advance(first + worker.tally.tokens - progress.done, note)
 
-    def _samples(self, pending: list[list[str]]) -> Iterator[tuple[Sample, bool]]:
+    def _samples(self, longest: int) -> Iterator[tuple[Sample, bool]]:
         """Shard by shard, so that shards are committed one after another; the first long ones are checked."""
-        for ids in pending:
+        for ids in self.writer.pending():
             samples = self.tokens.fetch(ids)
-            told = [sample.id for sample in samples if len(sample.token_ids) >= _SPOT_TOKENS] or ids
+            sent = [sample for sample in samples if len(sample.token_ids) <= longest]
+            told = [sample.id for sample in sent if len(sample.token_ids) >= _SPOT_TOKENS] or [one.id for one in sent]
             checked = set(told[: self.table.spot_check])
             yield from ((sample, sample.id in checked) for sample in samples)

@@ -41,11 +41,10 @@ class Tally:
     """What happened, for the record.
 
     Attributes:
-        samples, tokens: settled in this process, rejected ones included.
+        tokens: of samples that were sent and settled in this process, rejected ones included.
         again: reason -> tries that had to be made again.
     """
 
-    samples: int = 0
     tokens: int = 0
     again: Counter[str] = field(default_factory=Counter)
 
@@ -56,6 +55,7 @@ class Worker:
     Args:
         nonce: makes this process's request ids its own: rows of a dead worker's are recognised by theirs.
         in_flight: requests at once.
+        longest: tokens of the longest prompt that the server takes; longer samples are rejected, not sent.
         attempts: tries at one sample.
         patience_s: an answer or a row must come so often while this process runs; time in which it is stopped
             doesn't count.
@@ -72,13 +72,14 @@ class Worker:
         *,
         nonce: str,
         in_flight: int,
+        longest: int,
         attempts: int,
         patience_s: float,
         stop: Stop,
         watch: Callable[[], None],
     ) -> None:
         self._client, self._filing, self._writer, self._spots = client, filing, writer, spots
-        self._nonce, self._in_flight, self._attempts = nonce, in_flight, attempts
+        self._nonce, self._in_flight, self._longest, self._attempts = nonce, in_flight, longest, attempts
         self._patience_s, self._stop, self._watch = patience_s, stop, watch
         self._asked = self._answers = 0
         self.tally = Tally()
@@ -108,8 +109,10 @@ class Worker:
         for sample, checked in samples:
             if self._stop.signum is not None:
                 return
+            if len(sample.token_ids) > self._longest:
+                self._writer.reject(sample.id, f"longer than the server takes ({self._longest} tokens)")
+                continue
             await self._settle(sample, checked)
-            self.tally.samples += 1
             self.tally.tokens += len(sample.token_ids)
 
     async def _settle(self, sample: Sample, checked: bool) -> None:

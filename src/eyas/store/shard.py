@@ -88,6 +88,11 @@ class OpenShard:
             self.taken = self.taken or whole
             return whole
 
+    def settled(self) -> list[int]:
+        """Rows of the plan whose samples are complete or rejected."""
+        with self.lock:
+            return list(self.checksums)
+
     def begin(self, row: int, sample: TokenSample) -> OpenSample | None:
         """Progress of a sample, or None where it is settled. Its token ids and mask are written when it begins."""
         with self.lock:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -103,13 +104,27 @@ class StoreWriter:
         return writer
 
     def pending(self) -> list[list[str]]:
-        """For each uncommitted shard, in plan order, the ids of its samples that are neither written nor rejected."""
+        """The ids of the samples that are neither written nor rejected, by shard, in plan order."""
+        rows = self.pending_rows()
+        starts = np.flatnonzero(np.diff(self.plan.shard[rows], prepend=-1))[1:]
+        return [[self.plan.id(row) for row in part.tolist()] for part in np.split(rows, starts) if len(part)]
+
+    def pending_rows(self) -> npt.NDArray[np.intp]:
+        """Rows of the plan whose samples are neither written nor rejected."""
         with self._lock:
-            left = [shard for shard in range(self.plan.shards) if shard not in self._committed]
-            settled = {shard: self._open[shard].checksums for shard in left if shard in self._open}
-        return [
-            [self.plan.id(row) for row in self.plan.rows(shard) if row not in settled.get(shard, ())] for shard in left
-        ]
+            waiting = ~np.isin(self.plan.shard, list(self._committed))
+            for shard in self._open.values():
+                waiting[shard.settled()] = False
+        return np.flatnonzero(waiting)
+
+    def settled(self, sample_id: str) -> bool:
+        """Whether all rows of a planned sample are written, or it is rejected."""
+        row = self.plan.find(sample_id)
+        if row is None:
+            raise StoreError(f"settled({sample_id!r})", expected="a sample of the plan")
+        with self._lock:
+            number = int(self.plan.shard[row])
+            return number in self._committed or (number in self._open and row in self._open[number].checksums)
 
     def write(self, sample: TokenSample, start: int, aux: torch.Tensor, final: torch.Tensor) -> None:
         """Encode, check and store rows start..start+n of a sample.
