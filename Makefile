@@ -1,7 +1,7 @@
 # Every target sets itself up on a bare machine with python3 (>= 3.11) and pip.
 #
 #   make demo                     the main job on a real model: prompts -> hidden states -> drafter -> figures
-#   make test                     lint, types and all tests
+#   make test                     lint, types and the tests that need no engine, GPU or browser
 #   make check                    lint and types only
 #   make engine-vllm              vLLM for CPU in an environment of its own, outside the clone (610 MB downloaded, once)
 #   make engine-sglang            SGLang in an environment of its own, outside the clone (11 GB on disk, once)

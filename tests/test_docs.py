@@ -1,7 +1,7 @@
 """The commands in README.md and docs/ work: every ```sh block runs, page by page, in order.
 
 A block that can't run here carries its reason on the line before the fence: `<!-- not run: needs a GPU -->`. The lines
-`make test` and `make demo` are left out: they are this suite, and CI's own step.
+`make test` and `make demo` are left out: the one is this suite, the other takes a quarter of an hour.
 """
 
 import os
