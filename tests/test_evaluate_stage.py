@@ -47,6 +47,17 @@ def test_the_sources_add_up_to_the_whole(evaluated: Run) -> None:
     assert accepted == pytest.approx((result["acceptance_length"] - 1) * result["verifications"], abs=0.1)
 
 
+def test_the_samples_add_up_to_the_whole(evaluated: Run) -> None:
+    result = json.loads((evaluated.dir / "eval.json").read_text())
+    heldout = StoreReader(evaluated.store_url).samples("heldout")
+    assert sorted(result["by_sample"]) == sorted(ref.sample_id[:12] for ref in heldout)
+    accepted, verifications = (
+        sum(int(text.split("/")[place]) for text in result["by_sample"].values()) for place in range(2)
+    )
+    assert verifications == result["verifications"]
+    assert 1 + accepted / verifications == pytest.approx(result["acceptance_length"], abs=1e-4)
+
+
 def again(run: Run, *more: str) -> Run:
     """The run with these settings on top, to be evaluated anew."""
     return open_run(run.dir.parent.parent / "recipe.toml", [*SETTINGS, *more])

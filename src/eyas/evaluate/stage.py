@@ -24,6 +24,7 @@ from eyas.store.reader import StoredSample, StoreReader
 from eyas.target import Target, load_target
 
 _PACK_TOKENS = 4096
+_ID_DIGITS = 12  # two of 100,000 ids are alike with a chance of 2 in 100,000
 
 
 def inputs(run: Run) -> Inputs:
@@ -56,10 +57,11 @@ def execute(run: Run) -> Result:
     embedding = load_target_head(target, torch.float32, device).embedding
     drafts = run.recipe.evaluate.drafts
     kinds = _kinds(reader, target, drafter, samples)
-    replayed, by_source = _replay(run, drafter, embedding, samples, kinds)
+    replayed, by_source, by_sample = _replay(run, drafter, embedding, samples, kinds)
     result: dict[str, Any] = replayed.as_json() | {"drafts": drafts, "topology": "chain", "temperature": 0.0}
     result["replay"] = replayed.as_json() | {"samples": len(samples)}
     result["by_source"] = {source: acceptance.as_json() for source, acceptance in sorted(by_source.items())}
+    result["by_sample"] = by_sample
     if kinds is not None:
         result["kinds"] = kinds.as_json()
     fs.write_json(run.dir / "eval.json", result)  # so that an end of decoding by force leaves it
@@ -97,11 +99,13 @@ def _kinds(reader: StoreReader, target: Target, drafter: Drafter, samples: list[
 
 def _replay(
     run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample], kinds: Kinds | None
-) -> tuple[Acceptance, dict[str, Acceptance]]:
-    """The walk over every held-out answer, in fp32: over all samples, and over those of each source."""
+) -> tuple[Acceptance, dict[str, Acceptance], dict[str, str]]:
+    """The walk over every held-out answer, in fp32: over all samples, over those of each source, and each sample's
+    "accepted drafts/verifications" by the first digits of its id, so that two runs can be compared sample by sample."""
     drafts = run.recipe.evaluate.drafts
     total, remaining = Acceptance.none(drafts), iter(samples)
     by_source = {sample.source: Acceptance.none(drafts) for sample in samples}
+    by_sample: dict[str, str] = {}
     with Progress("evaluate (replay)", len(samples), "samples", run.logs_dir) as progress:
         for count in fill_packs([len(sample.token_ids) for sample in samples], _PACK_TOKENS):
             chosen = list(islice(remaining, count))
@@ -111,10 +115,11 @@ def _replay(
                 acceptance = walk(hits, answer_spans(mask))
                 total.merge(acceptance)
                 by_source[sample.source].merge(acceptance)
+                by_sample[sample.id[:_ID_DIGITS]] = f"{acceptance.accepted_at.sum()}/{acceptance.verifications}"
                 if kinds is not None:
                     kinds.add(sample.token_ids.numpy(), mask, hits)
             progress.advance(count, f"acceptance length {total.length:.3f}")
-    return total, by_source
+    return total, by_source, by_sample
 
 
 def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]) -> dict[str, Any]:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from eyas import __version__, fs
 from eyas.errors import RecipeError
 from eyas.progress import size
 from eyas.report.charts import Bars, Line, Panel, bar_chart, line_chart, thin
-from eyas.report.facts import Facts, gather, standard_error
+from eyas.report.facts import Facts, gather
 from eyas.report.page import conditions, rate, templates
 from eyas.report.serving import streams_name, streams_of, terms
 from eyas.run import Run
@@ -64,21 +67,42 @@ def verdict(first: Facts, second: Facts) -> str:
     told = f"Acceptance length {lengths[0]:.3f} against {lengths[1]:.3f}"
     if terms[0] != terms[1]:
         return f"{told}, but they can't be compared: {terms[0]} and {terms[1]}."
-    spread = _standard_error(first), _standard_error(second)
-    if spread[0] is None or spread[1] is None:
-        return f"{told} ({terms[0]})."
-    noise = 2 * math.hypot(spread[0], spread[1])
-    sure = "more" if abs(lengths[0] - lengths[1]) > noise else "not more"
-    return f"{told} ({terms[0]}): {sure} than chance explains (two standard errors: {noise:.3f})."
+    told = f"{told} ({terms[0]})"
+    ours, theirs = _by_sample(first), _by_sample(second)
+    shared = [(*ours[name], *theirs[name]) for name in sorted(ours.keys() & theirs.keys())]
+    if len(shared) < 2:
+        return f"{told}; not compared sample by sample: the two share {len(shared)} whose counts eval.json has."
+    gain, error = paired_difference(np.array(shared, dtype=np.float64))
+    sure = "more" if abs(gain) > 2 * error else "not more"
+    return (
+        f"{told}. On the {len(shared):,} held-out samples of both they differ by {gain:+.3f}, {sure} than "
+        f"the choice of samples explains (two standard errors: {2 * error:.3f}); another seed of training may differ as much."
+    )
 
 
-def _standard_error(facts: Facts) -> float | None:
-    """Of the acceptance length, over verifications: their number of accepted drafts has known shares by position."""
-    evaluation = facts.evaluation or {}
-    shares, count = evaluation.get("acceptance_per_position"), evaluation.get("verifications")
-    if not shares or not count:
-        return None
-    return standard_error(shares, count)
+def paired_difference(counts: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Difference of two acceptance lengths over the same samples, second minus first, and its standard error.
+
+    Verifications of one answer are alike, and so are two drafters on it: the error is taken over samples, of the
+    difference itself, by the linearised ratios.
+
+    Args:
+        counts: [samples, 4]: accepted drafts and verifications of the first, then of the second.
+    """
+    sums = counts.sum(axis=0)
+    ratios = sums[0] / sums[1], sums[2] / sums[3]
+    residuals = (counts[:, 2] - ratios[1] * counts[:, 3]) / sums[3] - (counts[:, 0] - ratios[0] * counts[:, 1]) / sums[
+        1
+    ]
+    count = len(counts)
+    return float(ratios[1] - ratios[0]), math.sqrt(count / (count - 1) * float((residuals**2).sum()))
+
+
+def _by_sample(facts: Facts) -> dict[str, tuple[int, int]]:
+    """Sample -> accepted drafts, verifications; those of samples that had any."""
+    told = (facts.evaluation or {}).get("by_sample") or {}
+    counts = {name: tuple(map(int, text.split("/"))) for name, text in told.items()}
+    return {name: (accepted, passes) for name, (accepted, passes) in counts.items() if passes}
 
 
 def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
