@@ -264,6 +264,23 @@ def test_gpu_memory_that_is_given_back_or_not(
     assert told == (["1 processes ended", line.replace("SERVER", server)], whole)
 
 
+@pytest.mark.parametrize(("holds", "waits"), [(89500, False), (1000, True)])
+def test_what_another_process_holds_on_a_gpu_is_not_waited_for(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch, holds: int, waits: bool
+) -> None:
+    """90,000 MiB are in use, `holds` of it by a process that nvidia-smi shows: another server of ours, say."""
+    monkeypatch.setattr(leftovers, "_GPU_PATIENCE_S", 2.0)
+    started = start(SLEEPS, mark, tmp_path / "log")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI.format(used=90000, pid="1").replace("GPU-aa, 1, 90000", f"GPU-aa, 1, {holds}"))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    began = time.monotonic()
+    lines = leftovers._gpu_lines({"GPU-aa": 0}, {started.pid})
+    assert (time.monotonic() - began > 2) is waits
+    assert lines == ["GPU 0: 94.4 GB more in use than before the start, by process 1"]
+
+
 def test_a_server_is_ended_although_nvidia_smi_hangs(
     tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

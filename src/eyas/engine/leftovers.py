@@ -109,7 +109,8 @@ def _port_holder(port: int) -> tuple[int, str] | None:
 def _gpu_lines(before: Mapping[str, int], pids: set[int]) -> list[str]:
     """Whether each GPU's memory is back after up to 30 s: the driver takes a while.
 
-    In a container nvidia-smi may name processes by other pids, so what is in use is compared too.
+    In a container nvidia-smi may name processes by other pids, so what is in use is compared too. What it names as
+    another process' is not waited for.
     """
     deadline = time.monotonic() + _GPU_PATIENCE_S
     while True:
@@ -119,7 +120,7 @@ def _gpu_lines(before: Mapping[str, int], pids: set[int]) -> list[str]:
             return [f"whether GPU memory is back is not known: {error.seen}"]
         if not held:
             return ["GPU memory is as before the start"]
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or not any(_may_fall(gpu, before[gpu.uuid], pids) for gpu in held):
             break
         time.sleep(0.5)
     return [_gpu_line(gpu, before[gpu.uuid], pids) for gpu in held]
@@ -127,6 +128,12 @@ def _gpu_lines(before: Mapping[str, int], pids: set[int]) -> list[str]:
 
 def _holds_more(gpu: Gpu, before: int, pids: set[int]) -> bool:
     return bool(pids & gpu.holders.keys()) or gpu.used_bytes > before + _GPU_SLACK_BYTES
+
+
+def _may_fall(gpu: Gpu, before: int, pids: set[int]) -> bool:
+    """Whether some of what is in use is the server's, or nobody's that nvidia-smi shows."""
+    others = sum(amount for pid, amount in gpu.holders.items() if pid not in pids)
+    return bool(pids & gpu.holders.keys()) or gpu.used_bytes - others > before + _GPU_SLACK_BYTES
 
 
 def _gpu_line(gpu: Gpu, before: int, pids: set[int]) -> str:
