@@ -20,7 +20,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import statistics
 import sys
 import time
@@ -38,6 +37,7 @@ from shapes import LLAMA_8B
 from eyas import fs
 from eyas.engine import process
 from eyas.engine.choices import load_choices
+from eyas.engine.server import free_port
 from eyas.errors import EngineError, EyasError
 from eyas.evaluate.ask import Asker
 from eyas.evaluate.load import Load, run_pass
@@ -177,9 +177,7 @@ class Dummy:
 
     def __init__(self, arguments: argparse.Namespace, work: Path, length: float) -> None:
         self.arguments, self.length, self.work = arguments, length, work
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port("127.0.0.1")
         self.mark, self.log, self.pid = f"bench:{uuid.uuid4().hex}", work / f"server-{length}.log", 0
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from absent import stand_in
 from common import SHAPES, Job, Timed, World, serve
+from tiles import own_tiles
 from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
 stand_in("datasets", "openai")  # only its data loader needs them
@@ -25,7 +26,6 @@ from speculators.train.optimizers import build_optimizers  # noqa: E402
 from speculators.train.trainer import TrainerConfig  # noqa: E402
 
 WINDOW = 2048
-TILES, WARPS = (4096, 8192, 16384), (8, 16, 32)
 
 
 class Speculators(Timed):
@@ -35,12 +35,7 @@ class Speculators(Timed):
         self.cuda = self.device.type == "cuda"
         install_partial_neox_rotary()
         if self.cuda:
-            # With torch 2.11 Dynamo stops at the one list of tiles that its two autotuners share: each gets its
-            # own, and of 25 the eight around those that its authors name as fastest. Their kernels take 2% of a step.
-            from speculators.losses import fused
-
-            for kernel in (fused.loss_forward_kernel, fused.loss_backward_kernel):
-                kernel.configs = [c for c in kernel.configs if c.kwargs["BLOCK_SIZE"] in TILES and c.num_warps in WARPS]
+            own_tiles()
         self.model = self._model()
         tables = TrainerConfig(
             lr=1e-4, num_epochs=1, save_path="unused", optimizer="adamw", weight_decay=0.01, muon_lr=1e-4

@@ -193,7 +193,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
     fs.make_folder(folder)
     if not (run.dir / "recipe.toml").exists():
         save_recipe(run)
-    port = run.recipe.engine.port or _free_port(launch.host)
+    port = run.recipe.engine.port or free_port(launch.host)
     ring = ring_path(run.dir.name, token) if launch.tap else ""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     state = ServerState(
@@ -316,7 +316,7 @@ def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) ->
     return True
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """A port that nobody listens on, below those that the system deals out (from 32768 on Linux): another program's
     connection can't take it meanwhile, and SGLang adds 10000 to it for a port of its own (0.5.14: "SGLANG_GRPC_PORT
     (70927) must be between 1 and 65535")."""
