@@ -23,7 +23,6 @@ import shutil
 import statistics
 import sys
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -178,10 +177,11 @@ class Dummy:
     def __init__(self, arguments: argparse.Namespace, work: Path, length: float) -> None:
         self.arguments, self.length, self.work = arguments, length, work
         self.port = free_port("127.0.0.1")
-        self.mark, self.log, self.pid = f"bench:{uuid.uuid4().hex}", work / f"server-{length}.log", 0
+        self.mark, self.log, self.pid = f"{work}:{length}", work / f"server-{length}.log", 0
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start it and wait until it answers; one that a killed call left is ended first."""
+        process.end(0, self.mark, 20.0)
         words = [self.arguments.sglang_python, "-m", "sglang.launch_server", "--model-path", str(self.work / "target")]
         words += ["--load-format", "dummy", "--skip-tokenizer-init", "--host", "127.0.0.1", "--port", str(self.port)]
         words += ["--max-total-tokens", "16384", "--max-running-requests", "16", "--random-seed", "0"]

@@ -1,11 +1,16 @@
 """Servers that live together: ended at the same time, so that none is seen to leave the others' memory behind."""
 
+import dataclasses
+import os
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 from helpers_export import make_run
 
+from eyas.engine import process
+from eyas.engine.state import ServerState, load_state, save_state
 from eyas.errors import EngineError
 from eyas.evaluate import pool as module
 from eyas.evaluate.pool import pool
@@ -35,3 +40,26 @@ def test_all_servers_are_ended_at_the_same_time(
             with pytest.raises(EngineError, match="a process is left"):
                 made.close()
     assert ended == ["one"] * 3 and made.living == []
+
+
+def test_a_server_that_a_killed_call_left_is_ended_though_none_is_asked(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All passes were measured before the kill: nothing is asked of the server again."""
+    run = make_run(tmp_path, tiny_target, '[serving]\nkind = "sglang"')
+    runs = {name: dataclasses.replace(run, engine_folder=f"serving/{name}") for name in ("left", "ended", "unknown")}
+    left = process.launch([sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ), tmp_path / "log")
+    try:
+        for name, pid in (("left", left.pid), ("ended", 2**22)):
+            state = dict.fromkeys(
+                ("url", "ring", "log", "events", "plugin", "version", "profile", "device", "mark"), ""
+            )
+            told = ServerState(**state, port=0, command=[], aux_layer_ids=[], settings={}, pid=pid)
+            told.created = left.create_time()
+            save_state(runs[name], told)
+        with pool(runs, 2, None):
+            pass
+        assert not process.alive(left.pid, left.create_time())
+        assert load_state(runs["left"]).stopped > 0 and not load_state(runs["ended"]).stopped
+    finally:
+        process.end(left.pid, "", 0.1)

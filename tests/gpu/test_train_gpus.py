@@ -197,13 +197,25 @@ def test_two_gpus_learn_what_one_does(captured: Path, tmp_path: Path, straight: 
     assert record is not None and record.counts["processes"] == 2
 
 
+# FSDP gathers weights and sums gradients in fp32, as DDP does, and halves exactly: only the norm of the gradient,
+# which is summed over shards, is rounded otherwise, by about an ulp, 2^-23, and with it the clipped gradient. bf16
+# carries that on: a master that has moved by a share d of itself is cast to the next bf16 value with probability d /
+# u, u = 2^-8, so the weights in products are off by sqrt(d u), and a step moves d by r sqrt(d u), r being the step's
+# size in the weight's. After t steps d = (r t / 2)^2 u: with lr 1e-3, weights of 0.02 and a cosine's mean of 0.6, r is
+# 0.03, and d 0.0013 after 39 steps. One process on a CPU, 45 steps of this shape, gradients times 1 + 2^-23 after
+# clipping: 0.0018 (losses 7e-5), times 1 + 1e-5: 0.0018 (2e-4); the same in fp32, H 128: 1.3e-7 (0). Two gloo
+# processes differed by 0.002 from one. Twice that is allowed; a row whose gradient counts 0.9 instead of 1 makes
+# 0.019.
+SHARDS_WEIGHTS, SHARDS_LOSS = 4e-3, 1e-3
+
+
 @two_gpus
 def test_two_gpus_with_shards_learn_what_one_does(captured: Path, tmp_path: Path, straight: Run) -> None:
-    """The norm of a gradient in shards is rounded otherwise, and bf16 carries that on (0.002 after 39 steps)."""
+    """But for the rounding of the gradient's norm."""
     run = copy_of(captured, tmp_path / "run", **EQUAL, epochs="6")
     finish(torchrun(run, **EQUAL, epochs="6", parallel="fsdp"))
-    assert farthest_norm(straight, run) < 1e-2
-    assert losses(run) == pytest.approx(losses(straight), rel=1e-2)
+    assert farthest_norm(straight, run) < SHARDS_WEIGHTS
+    assert losses(run) == pytest.approx(losses(straight), rel=SHARDS_LOSS)
 
 
 @two_gpus

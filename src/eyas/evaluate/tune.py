@@ -145,7 +145,8 @@ class _Tuning:
 
     def go(self) -> Tuned:
         first = self._candidates[0]
-        with pool({}, self._run.recipe.serving.servers, self._stop) as servers:
+        runs = {one.name: one.run for one in self._candidates}
+        with pool(runs, self._run.recipe.serving.servers, self._stop) as servers:
             left = self._halve(servers, self._candidates[1:])
             if not self._complete and not self._over:
                 better = [one for one in self._ranked(self._candidates[1:]) if one.score(first) > 1 + self._noise()]
