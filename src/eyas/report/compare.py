@@ -75,8 +75,8 @@ def verdict(first: Facts, second: Facts) -> str:
     gain, error = paired_difference(np.array(shared, dtype=np.float64))
     sure = "more" if abs(gain) > 2 * error else "not more"
     return (
-        f"{told}. On the {len(shared):,} held-out samples of both they differ by {gain:+.3f}, {sure} than "
-        f"the choice of samples explains (two standard errors: {2 * error:.3f}); another seed of training may differ as much."
+        f"{told}. On the {len(shared):,} held-out samples of both they differ by {gain:+.3f}, {sure} than the choice "
+        f"of samples explains (two standard errors: {2 * error:.3f}); another seed of training may differ as much."
     )
 
 
