@@ -199,16 +199,20 @@ def test_a_comparison_shows_both_engines(served: Run, tmp_path: Path, tiny_targe
     fill(other, tiny_target)
     told = figures_of(served)
     text = Page(write_comparison(other, served).read_text()).text
-    assert f"in the engine: acceptance length {told['acceptance_length']:.3f}" in text, "one of them is enough"
-    told["speedup"]["1"]["mean"] *= 1.1
+    assert f"acceptance length {told['acceptance_length']:.3f} 1 stream: speed-up" in text, "one of them is enough"
+    assert "not the same" not in text
+    mean, told["speedup"]["1"]["mean"] = told["speedup"]["1"]["mean"], 1.1 * told["speedup"]["1"]["mean"]
     (other.dir / "serving.json").write_text(json.dumps(told | {"version": "0.33.0"}))
     text = Page(write_comparison(served, other).read_text()).text
-    mean = figures_of(served)["speedup"]["1"]["mean"]
-    assert f"in the engine, 1 stream: speed-up {mean:.3f} {told['speedup']['1']['mean']:.3f} +10.0%" in text
-    for name in ("acceptance length", "tokens/s", "tokens/s of a stream", "first token, ms"):
-        assert f"in the engine, 16 streams: {name}" in text or name == "acceptance length"
-    assert "in the engine, gsm8k: acceptance length 2.525 2.525 +0.0%" in text
-    assert "Engine of t: vLLM 0.32.0, float32" in text and "Engine of tiny: vLLM 0.33.0" in text
+    assert f"1 stream: speed-up {mean:.3f} {1.1 * mean:.3f} +10.0%" in text
+    for key, name in (("tokens_per_s", "tokens/s"), ("tokens_per_s_per_stream", "tokens/s of a stream")):
+        value = rate(told["rates"]["16"]["with"][key]["mean"])
+        assert f"16 streams: {name} {value} {value} +0.0%" in text
+    assert "16 streams: first token, ms 21.0 21.0 +0.0%" in text
+    assert "acceptance length, gsm8k 2.525 2.525 +0.0%" in text
+    assert "t: vLLM 0.32.0, float32" in text and "tiny: vLLM 0.33.0" in text and "These are not the same" in text
+    (other.dir / "serving.json").unlink()
+    assert "In the engine" not in Page(write_comparison(other, other).read_text()).text
 
 
 def test_a_range_chart_places_dots_and_spreads() -> None:

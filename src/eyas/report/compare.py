@@ -49,6 +49,7 @@ def render_comparison(first: Facts, second: Facts) -> str:
             made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             eyas_version=__version__,
             verdict=verdict(first, second),
+            engine_figures=engine_figures(first, second),
             served=[(name, terms(facts.serving)) for name, facts in zip(names, both, strict=True) if facts.serving],
             figures=figures(first, second),
             settings=changed_settings(first, second),
@@ -123,10 +124,13 @@ def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
     ]
     for source in sorted(set(_by_source(first)) | set(_by_source(second))):
         told.append((f"acceptance length, {source}", _length_of(source), lambda value: f"{value:.3f}"))
-    told += _served(first, second)
+    return _rows(told, (first, second))
+
+
+def _rows(told: list[Figure], both: tuple[Facts, Facts]) -> list[dict[str, Any]]:
     rows = []
     for name, get, show in told:
-        values = [get(facts) for facts in (first, second)]
+        values = [get(facts) for facts in both]
         if any(value is not None for value in values):
             known = [value for value in values if value is not None]
             ratio = f"{100 * (known[1] / known[0] - 1):+.1f}%" if len(known) == 2 and known[0] else ""
@@ -135,14 +139,12 @@ def figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
     return rows
 
 
-def _served(first: Facts, second: Facts) -> list[Figure]:
-    """Figures of the serving engine: over all by number of streams, and those of prompt sets that both were asked."""
+def engine_figures(first: Facts, second: Facts) -> list[dict[str, Any]]:
+    """Rows of the serving engine: over all by number of streams, and of prompt sets that both were asked."""
     both = [facts.serving for facts in (first, second) if facts.serving]
-    told: list[Figure] = []
-    if both:
-        told.append(("in the engine: acceptance length", _in_engine("acceptance_length"), lambda value: f"{value:.3f}"))
+    told: list[Figure] = [("acceptance length", _in_engine("acceptance_length"), lambda value: f"{value:.3f}")]
     for count in sorted({count for figures in both for count in streams_of(figures)}, key=int):
-        place, drafted = f"in the engine, {streams_name(count)}: ", ("rates", count, "with")
+        place, drafted = f"{streams_name(count)}: ", ("rates", count, "with")
         told += [
             (f"{place}speed-up", _in_engine("speedup", count, "mean"), lambda value: f"{value:.3f}"),
             (f"{place}tokens/s", _in_engine(*drafted, "tokens_per_s", "mean"), rate),
@@ -156,8 +158,8 @@ def _served(first: Facts, second: Facts) -> list[Figure]:
     shared = set.intersection(*(set(figures["sets"]) for figures in both)) if len(both) == 2 else set()
     for name in sorted(shared) if len(shared) > 1 else ():
         get = _in_engine("sets", name, "acceptance_length")
-        told.append((f"in the engine, {name}: acceptance length", get, lambda value: f"{value:.3f}"))
-    return told
+        told.append((f"acceptance length, {name}", get, lambda value: f"{value:.3f}"))
+    return _rows(told, (first, second))
 
 
 def _in_engine(*keys: str) -> Callable[[Facts], float | None]:

@@ -135,7 +135,7 @@ def curve_chart(
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
     for value in across:
         x = place(value, 0)[0]
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 15:g}" text-anchor="middle">{number(value)}</text>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 17:g}" text-anchor="middle">{number(value)}</text>')
     level = place(0, reference)[1]
     parts.append(f'<line class="mark" x1="{LEFT}" x2="{right}" y1="{level:.1f}" y2="{level:.1f}"/>')
     if found:

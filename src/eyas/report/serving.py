@@ -122,7 +122,7 @@ def _length_chart(parts: list[tuple[str, Json]], figures: Json) -> str:
         if length:
             tip = f"{name}: {length:.3f} ± {spread:.3f} in {part['verifications']:,} verifications"
             groups.append(Group(name, [Mark(length, length - spread, length + spread, f"{length:.3f}", tip, "s1")]))
-    return range_chart(groups, [], "acceptance length, tokens for each forward of the target", 1.0)
+    return range_chart(groups, [], "acceptance length", 1.0)
 
 
 def _sets_chart(figures: Json) -> str:
