@@ -70,6 +70,7 @@ def test_steps_take_the_samples_that_a_naive_schedule_gives_them(
         assert step.tokens == sum(lengths[row] for row in rows)
         assert step.samples == len(rows)
         assert step.first_sample == sum(map(len, naive[: step.number])) == schedule.samples_before(step.number)
+        assert schedule.tokens_before(step.number) == sum(each.tokens for each in steps[: step.number])
         longest = max(lengths[row] for row in rows)
         assert all(sum(lengths[row] for row in each) <= max(budget, longest) for each in step.rows)
     later = data.draw(st.integers(0, len(steps) - 1))

@@ -152,6 +152,17 @@ def test_resume_is_bit_equal(captured: Path, tmp_path: Path, after: int) -> None
     assert losses(straight) == losses(broken)
     first, second = (load_record(run.dir, "train") for run in (straight, broken))
     assert first is not None and second is not None and first.output == second.output
+    assert first.counts["tokens"] == second.counts["tokens"] > 0
+
+
+def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_figure(captured: Path, tmp_path: Path) -> None:
+    run = copy_of(captured, tmp_path)
+    whole = run_stage(run, "train")
+    (run.dir / "records" / "train.json").unlink()
+    again = run_stage(run, "train")
+    assert again.output == whole.output
+    for name in ("steps", "tokens", "heldout", "checkpoint"):
+        assert again.counts[name] == whole.counts[name], name
 
 
 def command(run: Run, folder: Path, *more: str) -> Sequence[str]:

@@ -365,6 +365,9 @@ def test_a_run_starts_from_the_export_of_another(captured: Path, tmp_path: Path)
         assert record.counts["heldout"]["verifications"] > 0
         for name, tensor in weights(first).items():
             assert torch.equal(weights(as_it_is)[name], tensor), name
+        # Killed before its record was written, it goes on from the checkpoint that is there.
+        (as_it_is.dir / "records" / "train.json").unlink()
+        assert run_stage(as_it_is, "train").counts == record.counts
         save_record(as_it_is.dir, replace(record, stage="evaluate"))
         assert run_stage(as_it_is, "export").counts["checkpoint"] == "step-0"
     # Another drafter in that folder is another input.

@@ -84,6 +84,11 @@ class Schedule:
         rows = islice(self._packed_rows(), step * self._table.accumulation)
         return sum(len(row) for row in rows)
 
+    def tokens_before(self, step: int) -> int:
+        """Tokens of the samples that the steps before it take."""
+        rows = islice(self._packed_rows(), step * self._table.accumulation)
+        return sum(int(self._reader.rows.tokens[row].sum()) for row in rows)
+
     def _packed_rows(self) -> Iterator[IntArray]:
         """Samples of each packed row, over all epochs. A row that an epoch leaves open takes the next one's first."""
         opened = np.zeros(0, np.int64)

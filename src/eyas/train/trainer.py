@@ -104,7 +104,8 @@ class Trainer:
 
     def train(self) -> Result:
         """All steps; saves on a signal, at every checkpoint_every-th step and at the end."""
-        first, steps, world = self._resume(), self.schedule.steps, self.parallel.world
+        found, steps, world = self._resume(), self.schedule.steps, self.parallel.world
+        first = found or 0
         cache = self.run.train_dir / "target_argmax.safetensors"
         argmax = load_or_make(cache, self.reader, lambda: self.load_head().lm_head, self.parallel, self.run.logs_dir)
         self.rows = RowMaker(self.reader, argmax, self.table.ttt_steps, self.dtype, self.device)
@@ -153,8 +154,9 @@ class Trainer:
                 self._maybe_stop(stop, signum, done)
                 if pauses:
                     meter.go()
-            if not steps:  # train.epochs = 0: an existing drafter as it is
+            if not acceptance.verifications:  # no step was left to do
                 acceptance = self._measure()
+            if not steps and found is None:  # train.epochs = 0: an existing drafter as it is
                 self._save(0, 0)
         return self._result(meter, feed, acceptance)
 
@@ -167,14 +169,14 @@ class Trainer:
         with TrainLog(self.run.logs_dir, first, tensorboard=self.table.tensorboard) as self.log:
             yield self.log.write
 
-    def _resume(self) -> int:
-        """Load the newest checkpoint; returns the number of finished steps."""
+    def _resume(self) -> int | None:
+        """Load the newest checkpoint; returns the number of finished steps, None where there is no checkpoint."""
         if self.parallel.leads:
             sweep(self.run.train_dir)
         folder = latest(self.run.train_dir)
         self.parallel.same("newest checkpoint", folder.name if folder else "")
         if folder is None:
-            return 0
+            return None
         state = read_state(folder)
         change = changed_input(Record("train", state["inputs"], "", {}, 0), self.inputs)
         step = int(state["step"])
@@ -298,7 +300,8 @@ class Trainer:
         if self.patience.best_step:
             folder = folder.with_name(f"step-{self.patience.best_step}")
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
-        counts: dict[str, Any] = {"steps": last_step, "tokens": meter.tokens, "parameters": parameters}
+        tokens = self.schedule.tokens_before(last_step)
+        counts: dict[str, Any] = {"steps": last_step, "tokens": tokens, "parameters": parameters}
         if meter.busy_s:
             counts |= meter.as_json() | {"data_wait": round(meter.share(feed.waited_s), 4)}
         counts["processes"] = self.parallel.world
