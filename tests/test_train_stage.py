@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +31,8 @@ from eyas.train import trainer as trainer_module
 from eyas.train.checkpoint import latest
 from eyas.train.feed import Row, RowMaker
 from eyas.train.log import read_log
+from eyas.train.step import Learner
+from eyas.train.watch import Anomaly, Guilty
 
 SETTINGS = ["train.draft_vocab_size=200", "train.epochs=3", "train.batch_tokens=128", "train.ttt_steps=3"]
 SETTINGS += [
@@ -265,6 +268,52 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(
         run_stage(run, "train")
     assert "step 1: loss nan" in str(error.value)
     assert re.search(r"samples [0-9a-f]{32}", str(error.value))
+
+
+def test_a_card_that_is_too_small_is_told_in_words(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other processes of a run get words too: an EyasError is what they are told."""
+
+    def too_much(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nmore")
+
+    monkeypatch.setattr(Learner, "step", too_much)
+    with pytest.raises(TrainError) as error:
+        run_stage(copy_of(captured, tmp_path), "train")
+    assert "out of memory with packed rows of 128 tokens (CUDA out of memory. Tried to alloc" in error.value.seen
+    for key in ("train.recompute=true", "train.parallel=fsdp", "--redo --set train.batch_tokens=64 (starts again)"):
+        assert key in error.value.next
+
+
+class Following:
+    """A second process, whose first one has saved the weights already, or not yet."""
+
+    leads = False
+
+    def __init__(self, first_saw: int) -> None:
+        self.first_saw = first_saw
+
+    def add(self, values: Sequence[int]) -> list[int]:
+        return [values[0] + self.first_saw]
+
+
+@pytest.mark.parametrize("first_saw", [0, 1])
+def test_the_first_process_decides_whether_the_weights_before_an_anomaly_are_saved(
+    tmp_path: Path, first_saw: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow process looks when the first one may be done saving; were it to leave then, the save would hang."""
+    (tmp_path / "step-3").mkdir()
+    trainer = object.__new__(trainer_module.Trainer)
+    trainer.run = SimpleNamespace(train_dir=tmp_path, command=lambda *words: "eyas")  # type: ignore[assignment]
+    trainer.parallel = Following(first_saw)  # type: ignore[assignment]
+    trainer.schedule = SimpleNamespace(samples_before=lambda step: 9)  # type: ignore[assignment]
+    trainer.reader, saved = None, []  # type: ignore[assignment]
+    monkeypatch.setattr(trainer_module, "find_guilty", lambda *words: Guilty(["0"], False))
+    monkeypatch.setattr(trainer_module.Trainer, "_save", lambda self, *words: saved.append(words))
+    with pytest.raises(TrainError, match="step 4: loss nan"):
+        trainer._refuse_anomaly(Anomaly(3, float("nan"), 1.0, ["0"]))
+    assert saved == ([] if first_saw else [(3, 9)])
 
 
 def test_status_and_log_are_whole_lines_after_a_kill(captured: Path, tmp_path: Path) -> None:

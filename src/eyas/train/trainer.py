@@ -28,6 +28,7 @@ from eyas.errors import Interrupted, TrainError
 from eyas.progress import Progress, say
 from eyas.record import Inputs, Record, changed_input
 from eyas.run import Run
+from eyas.settings import Train
 from eyas.signals import Stop, stop_on_signals
 from eyas.stages import Result
 from eyas.store.reader import StoredSample, StoreReader
@@ -117,6 +118,7 @@ class Trainer:
         acceptance, shown = Acceptance.none(self.run.recipe.evaluate.drafts), ""
         peak = peak_flops(self.device, self.dtype)
         with (
+            memory_in_words(self.device, self.table, self.run),
             Feed(self.schedule, first, self.rows.row, self.parallel) as feed,
             self._open_log(first) as log,
             Progress("train", steps, "steps", self.run.logs_dir, done=first) as progress,
@@ -211,7 +213,9 @@ class Trainer:
         if anomaly is None:
             return
         kept = self.run.train_dir / f"step-{anomaly.step}"
-        if anomaly.step and not kept.exists():
+        # Rank 0's look decides for all: it may be done saving before another looks.
+        (there,) = self.parallel.add([int(self.parallel.leads and kept.exists())])
+        if anomaly.step and not there:
             self._save(anomaly.step, self.schedule.samples_before(anomaly.step))
         guilty = find_guilty(self.reader, anomaly.sample_ids, self._is_finite)
         before = f"; the weights before that step are in {kept} (train.start takes them)" if anomaly.step else ""
@@ -315,6 +319,23 @@ class Trainer:
                 counts["lm_head"] = describe_head(self.drafter, self.lm_head_draft, self.table)
         counts |= {"checkpoint": folder.name, "heldout": self.patience.best or acceptance.as_json()}
         return Result(fs.digest_file(folder / "model.safetensors"), counts)
+
+
+@contextmanager
+def memory_in_words(device: torch.device, table: Train, run: Run) -> Iterator[None]:
+    """Raises: TrainError with the keys that memory goes by, where the device's is too small."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        smaller = f"--redo --set train.batch_tokens={table.batch_tokens // 2}"
+        keeps = [] if table.recompute else ["--set train.recompute=true"]
+        keeps += [] if table.parallel == "fsdp" else ["on several GPUs --set train.parallel=fsdp"]
+        ways = [f"{', '.join(keeps)} (goes on from the newest checkpoint)"] if keeps else []
+        raise TrainError(
+            f"{device}: out of memory with packed rows of {table.batch_tokens:,} tokens ({str(error).splitlines()[0]})",
+            cause="rows that are too long for this card, by train.batch_tokens or by one long sample",
+            next=f"{run.command('train')} with one of: {'; '.join([*ways, f'{smaller} (starts again)'])}",
+        ) from None
 
 
 def make_deterministic(on: bool) -> None:
