@@ -79,6 +79,24 @@ def test_variants_train_other_weights(captured: Path, tmp_path: Path) -> None:
     assert len(set(seen.values())) == len(runs), seen
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["train.compile=true", "train.lk_eta=2.0"], ["train.compile", "train.lk_eta"]),
+        (["train.compile=true", "train.lk_eta=2.0", "train.loss=lk-alpha"], ["train.lk_eta"]),
+        (["train.compile=true", "train.lk_eta=2.0", "train.loss=lk-hybrid"], []),
+        ([], []),
+    ],
+    ids=["ce", "lk-alpha", "lk-hybrid", "defaults"],
+)
+def test_settings_without_effect_are_told(
+    settings: list[str], told: list[str], captured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_stage(copy_of(captured, tmp_path, "train.epochs=1", *settings), "train")
+    lines = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert [next(name for name in ("train.compile", "train.lk_eta") if name in line) for line in lines] == told
+
+
 def test_a_frozen_head_is_the_targets_rows(captured: Path, tmp_path: Path) -> None:
     run = copy_of(captured, tmp_path, "train.freeze_lm_head=true")
     record = run_stage(run, "train")

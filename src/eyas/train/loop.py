@@ -5,8 +5,10 @@ from pathlib import Path
 
 from eyas import fs
 from eyas.drafter.published import folder_digest
+from eyas.progress import say
 from eyas.record import Inputs
 from eyas.run import Run
+from eyas.settings import Train
 from eyas.stages import Result, remove_tree
 from eyas.target import load_target
 
@@ -45,10 +47,22 @@ def discard(run: Run) -> None:
     remove_tree(run.logs_dir / "tensorboard")
 
 
+def without_effect(table: Train) -> list[str]:
+    """A line for each setting that the chosen loss has no use for."""
+    lines = []
+    if table.compile and not table.loss.startswith("lk-"):
+        lines.append(f'train.compile has no effect: it is for the LK losses, and train.loss is "{table.loss}"')
+    if table.lk_eta != Train.model_fields["lk_eta"].default and table.loss != "lk-hybrid":
+        lines.append(f'train.lk_eta has no effect: it is of lk-hybrid, and train.loss is "{table.loss}"')
+    return lines
+
+
 def execute(run: Run) -> Result:
     """Train to the end, from the newest checkpoint if there is one, with all processes that torchrun started."""
     from eyas.train.parallel import join
     from eyas.train.trainer import Trainer
 
     with join(run.recipe.train) as parallel:
+        for line in without_effect(run.recipe.train) if parallel.rank == 0 else []:
+            say(f"train: {line}")
         return Trainer(run, inputs(run), parallel).train()
