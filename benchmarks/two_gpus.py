@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "training"))
 from common import SHAPES
 from run_store import fill_store, write_ends
 
+from eyas.drafter.saved import newest
 from eyas.record import load_record
 from eyas.run import Run, open_run
 from eyas.stages import run_stage
-from eyas.train.checkpoint import latest
 from eyas.train.log import read_log
 
 SAMPLES = 12
@@ -134,7 +134,7 @@ _FIGURES = ("processes", "tokens_per_s", "mfu", "memory_gib", "data_wait", "firs
 
 def difference(one: Run, other: Run) -> dict[str, float]:
     """Between the last weights of two runs: the largest value, and the largest norm against that of the weight."""
-    folders = [latest(run.train_dir) for run in (one, other)]
+    folders = [newest(run.train_dir) for run in (one, other)]
     ours, theirs = (load_file(folder / "model.safetensors") for folder in folders if folder is not None)
     largest, relative = 0.0, 0.0
     for name, tensor in ours.items():

@@ -14,8 +14,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from eyas.drafter.saved import newest
 from eyas.run import Run, open_run
-from eyas.train.checkpoint import latest
 from eyas.train.log import read_log
 
 # [train], on a CPU, of tiny samples.
@@ -120,11 +120,11 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], wh
 
 
 def wait_for_checkpoint(run: Run, process: subprocess.Popen[str]) -> None:
-    wait_for(lambda: latest(run.train_dir) is not None, process, "no checkpoint came")
+    wait_for(lambda: newest(run.train_dir) is not None, process, "no checkpoint came")
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    folder = latest(run.train_dir)
+    folder = newest(run.train_dir)
     assert folder is not None
     return load_file(folder / "model.safetensors")
 

@@ -7,9 +7,9 @@ import torch
 from helpers_capture import make_run, random_samples
 from safetensors.torch import load_file
 
+from eyas.drafter.saved import newest
 from eyas.run import Run, open_run
 from eyas.stages import run_stage
-from eyas.train.checkpoint import latest
 from eyas.train.log import read_log
 
 SETTINGS = [
@@ -43,7 +43,7 @@ def copy_of(captured: Path, folder: Path, *more: str) -> Run:
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
     """Of the newest checkpoint."""
-    folder = latest(run.train_dir)
+    folder = newest(run.train_dir)
     assert folder is not None
     return load_file(folder / "model.safetensors")
 

@@ -18,6 +18,7 @@ import torch
 
 from eyas.drafter.eagle3 import load_drafter
 from eyas.drafter.pack import pack_samples
+from eyas.drafter.saved import newest
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
 from eyas.engine.local import LocalEngine
@@ -26,7 +27,6 @@ from eyas.evaluate.stage import prompt_of
 from eyas.run import open_run
 from eyas.store.reader import StoreReader
 from eyas.target import load_target
-from eyas.train.checkpoint import latest
 
 CPU = torch.device("cpu")
 LARGEST_GAP = 0.01
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48)
     arguments = parser.parse_args()
     run = open_run(arguments.run)
-    folder = latest(run.train_dir)
+    folder = newest(run.train_dir)
     assert folder is not None, f"{run.train_dir}: no checkpoint; run `make demo` first"
     target, drafter = load_target(run.recipe.target), load_drafter(folder)
     drafts, aux_layer_ids = run.recipe.evaluate.drafts, drafter.config.aux_layer_ids

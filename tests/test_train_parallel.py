@@ -28,6 +28,7 @@ from helpers_ranks import (
 )
 
 from eyas.data.tokens import sample_id
+from eyas.drafter.saved import newest
 from eyas.errors import Interrupted
 from eyas.record import load_record
 from eyas.run import Run
@@ -35,7 +36,6 @@ from eyas.stages import last_error, run_stage
 from eyas.store.reader import StoreReader
 from eyas.train import trainer as trainer_module
 from eyas.train.batch import Schedule, StepPlan
-from eyas.train.checkpoint import latest
 
 LONG = {"epochs": "10"}
 ENDLESS = {"epochs": "4000"}
@@ -264,7 +264,7 @@ def stopped_at(told: str) -> int:
 
 
 def step_of(run: Run) -> int:
-    folder = latest(run.train_dir)
+    folder = newest(run.train_dir)
     assert folder is not None
     return int(folder.name[5:])
 

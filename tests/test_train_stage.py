@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 
 from eyas.data.tokens import sample_id
 from eyas.drafter.align import IntArray
+from eyas.drafter.saved import newest
 from eyas.errors import Interrupted, RecipeError, TrainError
 from eyas.record import load_record
 from eyas.run import Run
 from eyas.stages import run_stage
 from eyas.train import trainer as trainer_module
-from eyas.train.checkpoint import latest
 from eyas.train.feed import Row, RowMaker
 from eyas.train.log import read_log
 from eyas.train.step import Learner
@@ -65,7 +65,7 @@ def copy_of(captured: Path, folder: Path, *more: str) -> Run:
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    folder = latest(run.train_dir)
+    folder = newest(run.train_dir)
     assert folder is not None
     return load_file(folder / "model.safetensors")
 
@@ -188,13 +188,13 @@ LONG = "train.epochs=200"
 def test_a_signal_saves_and_says_how_to_go_on(captured: Path, tmp_path: Path, number: signal.Signals) -> None:
     run = copy_of(captured, tmp_path, LONG)
     process = subprocess.Popen(command(run, tmp_path, LONG), stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: latest(run.train_dir) is not None, process, "no checkpoint came")
+    wait_for(lambda: newest(run.train_dir) is not None, process, "no checkpoint came")
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 128 + number, told
     stopped = re.search(r"train stopped after step (\d+) of", told)
     assert stopped, told
-    assert latest(run.train_dir) == run.train_dir / f"step-{stopped[1]}"
+    assert newest(run.train_dir) == run.train_dir / f"step-{stopped[1]}"
     assert "next: eyas run" in told
     assert load_record(run.dir, "train") is None
 
@@ -209,7 +209,7 @@ def test_kill_9_in_training_then_run_again_gives_the_same_drafter(captured: Path
         words = command(killed, tmp_path / "killed", "train.epochs=20")
         process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=threads)
         wait_for(
-            lambda least=checkpoint: (found := latest(killed.train_dir)) is not None and int(found.name[5:]) >= least,
+            lambda least=checkpoint: (found := newest(killed.train_dir)) is not None and int(found.name[5:]) >= least,
             process,
             "no checkpoint came",
         )
@@ -239,7 +239,7 @@ def test_unfinished_training_refuses_another_recipe(captured: Path, tmp_path: Pa
             run_stage(open_run(tmp_path / "recipe.toml", [*SETTINGS, change]), "train")
         assert told in str(error.value)
         assert "--redo" in error.value.next
-    assert latest(run.train_dir) is not None, "nothing is lost"
+    assert newest(run.train_dir) is not None, "nothing is lost"
 
 
 def test_finished_training_is_skipped_and_refuses_another_recipe(captured: Path, tmp_path: Path) -> None:
@@ -284,6 +284,17 @@ def test_a_card_that_is_too_small_is_told_in_words(
     assert "out of memory with packed rows of 128 tokens (CUDA out of memory. Tried to alloc" in error.value.seen
     for key in ("train.recompute=true", "train.parallel=fsdp", "--redo --set train.batch_tokens=64 (starts again)"):
         assert key in error.value.next
+
+
+def test_folders_of_the_users_own_beside_the_checkpoints_are_left_alone(captured: Path, tmp_path: Path) -> None:
+    run = copy_of(captured, tmp_path, "train.keep_checkpoints=1")
+    for name in ("step-200.bak", "step-old", "step-99"):  # the last is empty: nothing that training wrote
+        (run.train_dir / name).mkdir(parents=True)
+    run_stage(run, "train")
+    record = load_record(run.dir, "train")
+    assert record is not None
+    kept = {path.name for path in run.train_dir.glob("step-*")}
+    assert kept == {"step-200.bak", "step-old", "step-99", record.counts["checkpoint"]}
 
 
 class Following:

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eyas.drafter.pack import pack_samples
+from eyas.drafter.saved import newest
 from eyas.errors import TrainError
 from eyas.record import load_record, save_record
 from eyas.run import Run, open_run
@@ -28,7 +29,6 @@ from eyas.stages import run_stage
 from eyas.store.reader import StoreReader
 from eyas.store.writer import StoreWriter
 from eyas.train import trainer as trainer_module
-from eyas.train.checkpoint import latest
 from eyas.train.flops import peak_flops, step_flops
 from eyas.train.log import read_log, scalars
 from eyas.train.optim import make_optimizer, step_unless
@@ -188,13 +188,13 @@ def test_huge_states_stop_training_with_the_weights_before_them(
     assert re.search(rf"step {step + 1}: loss \S+, gradient norm (nan|inf); samples {victim} ", told), told
     assert "(largest state 3e+38)" in told and told.count("largest state") == 1
     assert f"step-{step}" in error.value.next and "--redo capture" in error.value.next
-    assert latest(run.train_dir) == run.train_dir / f"step-{step}"
+    assert newest(run.train_dir) == run.train_dir / f"step-{step}"
     # Exactly what a run has that stops there.
     other = copy_of(folder, tmp_path / "other", *settings[:2], "train.checkpoint_every=1")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         stop_after(step, patch)
         run_stage(other, "train")
-    assert latest(other.train_dir) == other.train_dir / f"step-{step}"
+    assert newest(other.train_dir) == other.train_dir / f"step-{step}"
     for name, tensor in weights(other).items():
         assert torch.equal(tensor, weights(run)[name]), name
     assert (run.train_dir / f"step-{step}" / "optimizer.safetensors").read_bytes() == (
@@ -394,5 +394,5 @@ def test_two_processes_stop_alike_at_huge_states(parallel: str, poisoned: tuple[
     ran = subprocess.run(words, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ran.returncode != 0
     assert re.search(rf"step {step + 1}: loss \S+, gradient norm (nan|inf); samples {victim} \(largest", ran.stderr)
-    assert latest(run.train_dir) == run.train_dir / f"step-{step}"
+    assert newest(run.train_dir) == run.train_dir / f"step-{step}"
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(run).values() if tensor.is_floating_point())

@@ -22,14 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from eyas import fs
 from eyas.drafter.eagle3 import Drafter
+from eyas.drafter.saved import checkpoints
 from eyas.errors import TrainError
 from eyas.train.parallel import Parallel
-
-
-def latest(train_dir: Path) -> Path | None:
-    """The newest whole checkpoint, or None."""
-    found = [path for path in train_dir.glob("step-*") if path.name[5:].isdigit() and (path / "state.json").is_file()]
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
 def sweep(train_dir: Path) -> None:
@@ -66,7 +61,7 @@ def save_checkpoint(
         save_file(moments, partial / "optimizer.safetensors")
         fs.write_json(partial / "state.json", state)
         fs.commit_folder(partial, final)
-        for old in sorted(train_dir.glob("step-*"), key=lambda path: int(path.name[5:]))[:-keep]:
+        for old in checkpoints(train_dir)[:-keep]:
             if old != spare:
                 shutil.rmtree(old)
     parallel.wait()

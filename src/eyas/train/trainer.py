@@ -22,6 +22,7 @@ from eyas.data.tokens import Tokens
 from eyas.drafter import fusing
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import fill_packs, pack_samples
+from eyas.drafter.saved import newest, step_of
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
 from eyas.errors import Interrupted, TrainError
@@ -36,7 +37,7 @@ from eyas.target import load_target
 from eyas.train.argmax import load_or_make
 from eyas.train.batch import Schedule, StepPlan
 from eyas.train.beginning import begin, describe_head
-from eyas.train.checkpoint import latest, load_checkpoint, read_state, save_checkpoint, sweep
+from eyas.train.checkpoint import load_checkpoint, read_state, save_checkpoint, sweep
 from eyas.train.feed import Feed, Row, RowMaker
 from eyas.train.flops import peak_flops
 from eyas.train.log import LOG_EVERY, TrainLog
@@ -175,7 +176,7 @@ class Trainer:
         """Load the newest checkpoint; returns the number of finished steps, None where there is no checkpoint."""
         if self.parallel.leads:
             sweep(self.run.train_dir)
-        folder = latest(self.run.train_dir)
+        folder = newest(self.run.train_dir)
         self.parallel.same("newest checkpoint", folder.name if folder else "")
         if folder is None:
             return None
@@ -298,9 +299,9 @@ class Trainer:
             )
 
     def _result(self, meter: Meter, feed: Feed, acceptance: Acceptance) -> Result:
-        folder = latest(self.run.train_dir)
+        folder = newest(self.run.train_dir)
         assert folder is not None, "the last step always saves"
-        last_step = int(folder.name[5:])
+        last_step = step_of(folder)
         if self.patience.best_step:
             folder = folder.with_name(f"step-{self.patience.best_step}")
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters())
