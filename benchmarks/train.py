@@ -13,6 +13,7 @@ supervised.
 
 Compared is equal work: speculators freezes lm_head, so it stands beside Eyas with `train.freeze_lm_head`, and
 SpecForge, which trains it, beside Eyas' default. speedup_full and speedup_half are those against the faster of the two.
+`blocks` holds every block of every repeat; the first of each also how its steps' time is spent.
 The last line is one JSON object, kept in benchmarks/results/train.json (train_cpu.json) where the tree is clean.
 """
 
@@ -217,8 +218,10 @@ def summary(known: dict[str, dict[str, Any]], names: list[str], rows: dict[str, 
             faster = max(peers, key=lambda name: peers[name])
             result[f"speedup_{case}"] = round(own[faster] / peers[faster], 3)
     first = known["eyas full 0"]
-    result |= {"tokens_per_s": median("eyas", "full"), "mfu": first.get("mfu"), "peak_gib": first.get("peak_gib")}
-    return result | {"first_blocks": {key: value for key, value in known.items() if key.endswith(" 0")}}
+    result["tokens_per_s"] = median("eyas", "full")
+    result |= {name: first.get(name) for name in ("mfu", "mfu_peak_flops", "peak_gib")}
+    measured = {str(repeat) for repeat in range(repeats)}
+    return result | {"blocks": {key: value for key, value in known.items() if key.rpartition(" ")[2] in measured}}
 
 
 def main() -> int:

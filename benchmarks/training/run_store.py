@@ -20,6 +20,7 @@ from eyas.store.plan import PlanEntry
 from eyas.store.writer import StoreWriter
 from eyas.target import load_target
 from eyas.train import loop
+from eyas.train.flops import peak_flops
 
 
 def write_ends(folder: Path, shape: Shape, device: str) -> None:
@@ -92,7 +93,8 @@ class Stored:
     def train(self) -> dict[str, Any]:
         """The whole stage; rates as it records them."""
         counts = loop.execute(self.run).counts
-        return {name: counts[name] for name in ("steps", "tokens_per_s", "data_wait", "mfu") if name in counts}
+        told = {name: counts[name] for name in ("steps", "tokens_per_s", "data_wait", "mfu") if name in counts}
+        return told | {"mfu_peak_flops": peak_flops(torch.device(self.device), torch.bfloat16)}
 
 
 if __name__ == "__main__":

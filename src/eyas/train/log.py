@@ -4,7 +4,8 @@ every LOG_EVERY steps   {"step", "loss", "loss_per_step", "lr", "grad_norm", "ac
                          "mfu"}
 every eval_every steps  {"step", "heldout": {"acceptance_length", "acceptance_per_position", "verifications"}}
 
-Lists are by step k of the training-time test, or by draft position.
+`mfu` is of the vendor's dense bf16 rate (eyas.train.flops). Lists are by step k of the training-time test, or by draft
+position.
 """
 
 import json
