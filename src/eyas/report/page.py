@@ -14,7 +14,8 @@ from eyas import __version__, fs
 from eyas.errors import RecipeError
 from eyas.progress import duration, size
 from eyas.report.charts import Bars, Line, Panel, Row, bar_chart, histogram, line_chart, row_chart, thin
-from eyas.report.facts import Facts, gather
+from eyas.report.facts import Facts, gather, standard_error
+from eyas.report.ranges import Group, Mark, range_chart
 from eyas.report.serving import curve_view, serving_view, tuning_views
 from eyas.run import Run
 
@@ -55,6 +56,7 @@ def render(facts: Facts) -> str:
             measured=measurements(facts),
             training_chart=training_chart(facts),
             acceptance_chart=acceptance_chart(facts),
+            sources_chart=sources_chart(facts),
             length_chart=length_chart(facts),
             source_chart=source_chart(facts),
             kinds=kinds(facts),
@@ -137,6 +139,21 @@ def acceptance_chart(facts: Facts) -> str:
         if shares:
             series.append(Bars(name, shares, style))
     return bar_chart(series, "draft position")
+
+
+def sources_chart(facts: Facts) -> str:
+    """Acceptance length of each source, the longest first; "" where there is one source or none."""
+    told = (facts.evaluation or {}).get("by_source") or {}
+    lengths = {name: part for name, part in told.items() if part.get("acceptance_length")}
+    groups = []
+    for name, part in sorted(lengths.items(), key=lambda item: -item[1]["acceptance_length"])[:_MOST_ROWS]:
+        length = part["acceptance_length"]
+        spread = 2 * standard_error(part["acceptance_per_position"], part["verifications"])
+        tip = f"{name}: {length:.3f} ± {spread:.3f} in {part['verifications']:,} verifications"
+        groups.append(
+            Group(name, [Mark(length, max(1.0, length - spread), length + spread, f"{length:.3f}", tip, "s1")])
+        )
+    return range_chart(groups, [], "acceptance length", 1.0) if len(groups) > 1 else ""
 
 
 def length_chart(facts: Facts) -> str:

@@ -6,7 +6,8 @@ from html import escape
 
 from eyas.report.charts import LEFT, RIGHT, WIDTH, legend, nothing, number, shortened, svg_of, ticks, tip_of
 
-_NAME, _ROW, _SPACE = 18, 17, 7
+_NAME, _ROW, _SPACE = 18, 17, 6
+_SHORT = 18  # letters that leave room for marks on their right
 _AXIS, _VALUES = 8.0, 48.0  # left of the axis; right of it, where values are written
 
 
@@ -38,7 +39,7 @@ class Group:
 
 
 def range_chart(groups: Sequence[Group], keys: Sequence[tuple[str, str]], x_label: str, reference: float) -> str:
-    """Marks along one horizontal axis.
+    """Marks along one horizontal axis; names stand left of their marks where all are short, else above them.
 
     Args:
         keys: (name, CSS class) of the legend; none where all marks are of one kind.
@@ -47,20 +48,22 @@ def range_chart(groups: Sequence[Group], keys: Sequence[tuple[str, str]], x_labe
     """
     parts = []
     key, taken = legend(keys, 4)
-    top, right = taken + 8, WIDTH - _VALUES
     bounds = [bound for group in groups for mark in group.marks for bound in (mark.low, mark.high)]
     if not bounds:
         return svg_of(taken + 80, x_label, [key, nothing(taken + 44)])
+    longest = max(len(group.name) for group in groups)
+    beside = longest <= _SHORT
+    y, left, right = taken + 8, _AXIS + 8.2 * longest if beside else _AXIS, WIDTH - _VALUES
     steps = ticks(min(*bounds, reference), max(*bounds, reference), 5)
 
     def place(value: float) -> float:
-        return _AXIS + (value - steps[0]) / (steps[-1] - steps[0]) * (right - _AXIS)
+        return left + (value - steps[0]) / (steps[-1] - steps[0]) * (right - left)
 
-    y = top
     for group in groups:
         parts.append(f'<text class="tick" x="4" y="{y + 13:g}">{escape(shortened(group.name))}</text>')
-        y += _NAME
-        ends = f'y1="{y:g}" y2="{y + _ROW * len(group.marks):g}"'  # lines don't run through names
+        if not beside:  # lines don't run through names
+            y += _NAME
+        ends = f'y1="{y:g}" y2="{y + _ROW * len(group.marks) + (_SPACE if beside else 0):g}"'
         for step in steps:
             parts.append(f'<line class="grid" x1="{place(step):.1f}" x2="{place(step):.1f}" {ends}/>')
         parts.append(f'<line class="mark" x1="{place(reference):.1f}" x2="{place(reference):.1f}" {ends}/>')

@@ -121,7 +121,9 @@ def _length_chart(parts: list[tuple[str, Json]], figures: Json) -> str:
         length, spread = part.get("acceptance_length"), _spread(part, figures)
         if length:
             tip = f"{name}: {length:.3f} ± {spread:.3f} in {part['verifications']:,} verifications"
-            groups.append(Group(name, [Mark(length, length - spread, length + spread, f"{length:.3f}", tip, "s1")]))
+            groups.append(
+                Group(name, [Mark(length, max(1.0, length - spread), length + spread, f"{length:.3f}", tip, "s1")])
+            )
     return range_chart(groups, [], "acceptance length", 1.0)
 
 
