@@ -46,6 +46,25 @@ def write_json(path: Path, value: object) -> None:
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+def write_passing(path: Path, text: str) -> None:
+    """Replace a small file that is out of date in a second anyhow: readers see it whole, nothing waits for the disk.
+
+    After a power cut it may be old or empty.
+    """
+    make_folder(path.parent, durable=False)
+    partial = path.with_name(f"{PARTIAL_PREFIX}{os.getpid()}-{path.name}")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            pwrite_all(descriptor, text.encode(), 0)
+        finally:
+            os.close(descriptor)
+        os.replace(partial, path)
+    except BaseException:
+        remove(partial)
+        raise
+
+
 def make_folder(folder: Path, durable: bool = True) -> None:
     """Create a folder and its missing parents, each name durable.
 

@@ -6,6 +6,7 @@ Stages say how far they are; this module alone knows how it is shown.
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -121,14 +122,16 @@ class Progress:
             return
         state: dict[str, Any] = {"stage": self.stage, "done": self.done, "total": self.total, "unit": self.unit}
         state |= {"rate": self.rate, "eta_s": self.eta_s, "note": self.note, "updated": time.time()}
-        fs.write_json(self.logs_dir / STATUS_FILE, state)
+        # A disk that is full or slow must not end or hold up the work that this only tells about.
+        with suppress(OSError):
+            fs.write_passing(self.logs_dir / STATUS_FILE, json.dumps(state, ensure_ascii=False) + "\n")
 
 
 def read_status(logs_dir: Path) -> dict[str, Any] | None:
-    """The last state any stage wrote to this run's logs, or None."""
+    """The last state any stage wrote to this run's logs, or None; also where a power cut left the file empty."""
     try:
         return dict(json.loads((logs_dir / STATUS_FILE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None
 
 
