@@ -2,6 +2,7 @@
 
 import errno
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from helpers_export import make_recipe
 
 from eyas import stages
-from eyas.errors import DataError, EyasError, Interrupted, RecipeError, StoreFull
+from eyas.errors import Busy, DataError, EyasError, Interrupted, RecipeError, StoreFull
 from eyas.record import Inputs, load_record
 from eyas.run import Run, open_run
 from eyas.stages import Result, last_error, run_all, run_stage
@@ -129,6 +130,22 @@ def test_an_error_is_noted_for_status(run: Run, fakes: dict[str, FakeStage]) -> 
     error = last_error(run)
     assert error is not None
     assert (error["stage"], error["error"]) == ("first", "line 7 is not JSON\nnext: mend it")
+
+
+def test_two_processes_are_not_at_one_run(run: Run, fakes: dict[str, FakeStage]) -> None:
+    run_stage(run, "first")
+    held = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", held, run.dir], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"1\n"
+        for redo, name in ((True, "first"), (False, "second")):
+            with pytest.raises(Busy, match="another process is at a stage of this run"):
+                run_stage(run, name, redo=redo)
+        assert run_stage(run, "first").counts == {"made": 1}  # what is done needs nobody to itself
+        assert last_error(run) is None and (run.dir / "first.out").is_file()
+        other.communicate(b"\n")
+    assert run_stage(run, "second").counts == {"made": 1}
 
 
 def test_an_interruption_is_no_error(run: Run, fakes: dict[str, FakeStage]) -> None:

@@ -5,6 +5,7 @@
       DataError                  1  source files, templates, masks, token sets
       TargetError                1  the target model's folder: missing, incomplete, unsupported
       EngineError                1  the engine that runs the target
+      Busy                       1  another process is at work on the run
       StoreError                 1  the store of hidden states
         CorruptStore             3  what is stored is not what was written
         ManifestMismatch         1  a store of another target, tokenizer, template or layers
@@ -58,6 +59,10 @@ class TargetError(EyasError):
 
 class EngineError(EyasError):
     """The engine that runs the target failed."""
+
+
+class Busy(EyasError):
+    """Another process works on the same run."""
 
 
 class StoreError(EyasError):

@@ -9,8 +9,10 @@ A stage is a module with two functions, found by name (so that `eyas --help` imp
 Stages never import one another: they meet through files.
 """
 
+import fcntl
 import importlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from eyas import fs
-from eyas.errors import EyasError, Interrupted, RecipeError, from_os_error
+from eyas.errors import Busy, EyasError, Interrupted, RecipeError, from_os_error
 from eyas.progress import duration, say
 from eyas.record import Inputs, Record, changed_input, load_record, record_path, save_record
 from eyas.run import Run, save_recipe
@@ -66,15 +68,45 @@ def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
         done = None if redo else _done_already(run, name, inputs)
         if done is not None:
             return done
-        if redo:
-            _discard(run, name, stage)
-        save_recipe(run)
-        started = time.monotonic()
-        result = stage.execute(run)
-        record = Record(name, inputs, result.output, result.counts, round(time.monotonic() - started, 2))
-        save_record(run.dir, record)
-        say(f"{name}: done in {duration(record.duration_s)}")
-        return cast(Record, load_record(run.dir, name))
+        with _alone(run):
+            if redo:
+                _discard(run, name, stage)
+            elif (done := _done_already(run, name, inputs)) is not None:  # since, by another process
+                return done
+            return _execute(run, name, stage, inputs)
+
+
+def _execute(run: Run, name: str, stage: Stage, inputs: Inputs) -> Record:
+    save_recipe(run)
+    started = time.monotonic()
+    result = stage.execute(run)
+    record = Record(name, inputs, result.output, result.counts, round(time.monotonic() - started, 2))
+    save_record(run.dir, record)
+    say(f"{name}: done in {duration(record.duration_s)}")
+    return cast(Record, load_record(run.dir, name))
+
+
+@contextmanager
+def _alone(run: Run) -> Iterator[None]:
+    """No other process does a stage of this run meanwhile: two would take each other's half-made files for their own.
+
+    The kernel lets go of the lock at the end of the process, however it ends.
+    Raises: Busy.
+    """
+    fs.make_folder(run.dir)
+    lock = os.open(run.dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(
+                f"{run.dir}: another process is at a stage of this run",
+                expected="one at a time",
+                next=f"{run.command('status')}   # how far it is; wait for it, or end it: what it has finished is kept",
+            ) from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def follow_stage(run: Run, name: str, *, redo: bool = False) -> None:
@@ -168,7 +200,7 @@ def noting_errors(run: Run, name: str) -> Iterator[None]:
         _note(run, name, told)
         raise told from error
     except EyasError as error:
-        if not isinstance(error, Interrupted):
+        if not isinstance(error, Interrupted | Busy):
             _note(run, name, error)
         raise
 
