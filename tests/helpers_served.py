@@ -26,7 +26,7 @@ from eyas.evaluate.ask import Answer
 from eyas.evaluate.bench import Bench
 from eyas.evaluate.load import Load, Pass
 from eyas.evaluate.prompts import PromptSets
-from eyas.evaluate.tune import Tuned
+from eyas.evaluate.tuned import Tuned
 from eyas.run import Run
 from eyas.signals import Stop
 from eyas.stages import run_stage

@@ -15,7 +15,8 @@ from eyas.engine.choices import Choices, load_choices
 from eyas.engine.profile import load_profile
 from eyas.errors import EngineError, Interrupted
 from eyas.evaluate import tune as module
-from eyas.evaluate.tune import Tuned, tune
+from eyas.evaluate.tune import tune
+from eyas.evaluate.tuned import Tuned
 from eyas.run import Run
 from eyas.signals import Stop
 from eyas.stages import remove_tree

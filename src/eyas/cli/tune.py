@@ -26,8 +26,8 @@ def tune(
     """Find drafter and engine settings by measuring, and write the best as the run's profile (tuned-ENGINE.toml)."""
     from eyas.engine.choices import load_choices
     from eyas.engine.drafting import serving_kind
-    from eyas.evaluate.tune import lines
     from eyas.evaluate.tune import tune as find_best
+    from eyas.evaluate.tuned import lines
     from eyas.export.stage import check_served
     from eyas.signals import stop_on_signals
     from eyas.stages import noting_errors, remove_tree

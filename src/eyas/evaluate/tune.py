@@ -13,100 +13,26 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from eyas import fs
 from eyas.engine.choices import Choices, Configuration, combine, configurations, profile_of
-from eyas.engine.drafting import SERVING, Drafting, find_drafting, serving_kind, serving_run, tuned_profile
+from eyas.engine.drafting import SERVING, find_drafting, serving_kind, serving_run, tuned_profile
 from eyas.engine.profile import load_profile
 from eyas.engine.state import load_state
 from eyas.errors import EngineError, RecipeError
 from eyas.evaluate.bench import Bench
-from eyas.evaluate.figures import acceptance_of
 from eyas.evaluate.journal import Journal
 from eyas.evaluate.pool import Pool, pool
 from eyas.evaluate.serving import PROFILE, inputs
+from eyas.evaluate.tuned import Candidate, Tuned
 from eyas.progress import duration, say
 from eyas.run import Run
 from eyas.signals import Stop
 
 _LEAST_GAIN = 0.01
-
-
-@dataclass
-class Candidate:
-    """A configuration and what was measured of it.
-
-    Attributes:
-        drafting: its drafter settings.
-        run: whose server it is.
-        rounds: round -> tokens/s of each of its passes.
-        figures: of all its passes.
-        fault: why it can't be served; "" where it can.
-    """
-
-    configuration: Configuration
-    drafting: Drafting
-    run: Run
-    rounds: dict[int, list[float]] = field(default_factory=dict)
-    figures: list[dict[str, Any]] = field(default_factory=list)
-    fault: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.configuration.name
-
-    def ratios(self, first: "Candidate") -> list[float]:
-        """Rate as a share of the first configuration's, for each round in which both were measured."""
-        shared = sorted(self.rounds.keys() & first.rounds.keys())
-        return [statistics.fmean(self.rounds[at]) / statistics.fmean(first.rounds[at]) for at in shared]
-
-    def score(self, first: "Candidate") -> float:
-        return statistics.fmean(self.ratios(first)) if self.ratios(first) else 0.0
-
-    @property
-    def passes(self) -> int:
-        return sum(len(rates) for rates in self.rounds.values())
-
-    def as_json(self, first: "Candidate", noise: float) -> dict[str, Any]:
-        rates = [rate for each in self.rounds.values() for rate in each]
-        told: dict[str, Any] = {"settings": self.configuration.text}
-        if self.fault:
-            return told | {"fault": self.fault}
-        if not rates:
-            return told | {"fault": "not tried: the time was over"}
-        acceptance = acceptance_of(self.figures)
-        return told | {
-            "tokens_per_s": round(statistics.fmean(rates), 2),
-            "low": round(min(rates), 2),
-            "high": round(max(rates), 2),
-            "passes": self.passes,
-            "rounds": len(self.rounds),
-            "of_first": round(self.score(first), 4),
-            "noise": round(noise / math.sqrt(len(rates)), 4),
-            "acceptance_length": round(acceptance.length, 4) if acceptance else 0.0,
-        }
-
-
-@dataclass
-class Tuned:
-    """What came of it.
-
-    Attributes:
-        best: the configuration that is kept.
-        candidates: all that were tried, the fastest first.
-        path: the profile that was written.
-        evidence: as it stands in the profile.
-    """
-
-    best: Candidate
-    candidates: list[Candidate]
-    path: Path
-    evidence: dict[str, Any]
 
 
 def tune(run: Run, choices: Choices, *, minutes: float, streams: int, most: int, stop: Stop) -> Tuned:
@@ -305,18 +231,3 @@ class _Tuning:
         path = tuned_profile(self._run, self._kind)
         fs.write_atomic(path, tomli_w.dumps(content | {"evidence": evidence}))
         return Tuned(best, ranked, path, evidence)
-
-
-def lines(tuned: Tuned) -> list[str]:
-    """The configurations as a table of plain lines, the fastest first."""
-    rows = [f"{'settings':60} {'tokens/s':>10} {'of first':>9} {'noise':>7} {'passes':>7} {'length':>7}"]
-    for entry in tuned.evidence["configurations"]:
-        if "fault" in entry:
-            rows.append(f"{entry['settings']:60} {entry['fault']}")
-            continue
-        rows.append(
-            f"{entry['settings']:60} {entry['tokens_per_s']:>10,.1f} {entry['of_first']:>9.3f} {entry['noise']:>7.3f} "
-            f"{entry['passes']:>7} {entry['acceptance_length']:>7.3f}"
-        )
-    why = ": nothing is faster by more than noise" if tuned.evidence["kept_first"] else ""
-    return [*rows, f"best: {tuned.best.configuration.text}{why}"]
