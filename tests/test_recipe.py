@@ -119,6 +119,20 @@ def test_overrides(tmp_path: Path, override: str, read: Any, value: Any) -> None
     assert read(load_recipe(write(tmp_path, SMALLEST), [override])) == value
 
 
+def test_the_store_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "first").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    path = write(tmp_path, SMALLEST)
+    used = load_recipe(path, ["store.url=../stores/a"])
+    assert used.store.url == str(tmp_path.resolve() / "stores/a")
+    (kept := tmp_path / "kept.toml").write_text(dump_recipe(used))
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(kept).store.url == used.store.url
+    assert load_recipe(path, ["store.url=~/a"]).store.url == str((Path.home() / "a").resolve())
+    for url in ("s3://bucket/a", "file:///a", ""):
+        assert load_recipe(path, [f'store.url="{url}"']).store.url == url
+
+
 def test_the_last_override_holds_and_beats_the_file(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, SMALLEST + "[train]\nlr = 0.1\n"), ["train.lr=0.2", "train.lr=0.3"])
     assert recipe.train.lr == 0.3

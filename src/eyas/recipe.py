@@ -32,7 +32,8 @@ from eyas.settings import (
 
 
 class Recipe(Table):
-    """All a run needs. Relative paths of inputs are relative to the recipe file, `runs_dir` to the current folder."""
+    """All a run needs. Relative paths of inputs are relative to the recipe file, those of
+    `runs_dir` and `store.url` to the current folder."""
 
     name: str = Field(
         "",
@@ -173,10 +174,15 @@ def _resolve(recipe: Recipe, path: Path) -> Recipe:
     engine_paths["profile"] = absolute(profile) if profile.endswith(".toml") else profile
     engine = recipe.engine.model_copy(update=engine_paths)
     serving = _resolve_serving(recipe.serving, absolute)
-    update = {"name": recipe.name or path.stem, "runs_dir": str(Path(recipe.runs_dir).expanduser().resolve())}
-    return recipe.model_copy(
-        update=update | {"data": data, "target": target, "engine": engine, "train": train, "serving": serving}
-    )
+    update = {"name": recipe.name or path.stem, "runs_dir": _here(recipe.runs_dir)}
+    url = recipe.store.url
+    store = recipe.store.model_copy(update={"url": _here(url) if url and "://" not in url else url})
+    tables = {"data": data, "target": target, "engine": engine, "store": store, "train": train, "serving": serving}
+    return recipe.model_copy(update=update | tables)
+
+
+def _here(text: str) -> str:
+    return str(Path(text).expanduser().resolve())
 
 
 def _resolve_serving(table: Serving, absolute: Callable[[str], str]) -> Serving:

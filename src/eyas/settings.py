@@ -233,7 +233,9 @@ class Capture(Table):
 
 class Store(Table):
     url: str = Field(
-        "", description="Where hidden states go: a folder or fsspec URL; default: store/ in the run's folder."
+        "",
+        description="Where hidden states go: a folder (relative to the current one) or fsspec URL; default: store/ in "
+        "the run's folder.",
     )
     encoding: Literal["bf16", "fp8"] = Field(
         "bf16", description="Aux hidden states: bf16, or fp8 (e4m3, one scale per token and layer)."
