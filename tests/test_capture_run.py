@@ -130,6 +130,20 @@ def test_a_second_run_skips_and_a_changed_input_is_refused(tiny_target: Path, tm
     assert run_stage(other, "capture", redo=True).output != first.output
 
 
+def test_an_upgraded_engine_goes_on_with_the_store(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = random_samples(LENGTHS)
+    run = make_run(tmp_path, tiny_target, samples)
+    first = execute(run)
+    monkeypatch.setattr("eyas.capture.run._version", lambda run: "transformers 99.0")
+    Path(run.store_url, "shards/000001.safetensors").unlink()
+    second = execute(run)
+    assert second.output == first.output and second.counts["samples"] == len(samples)
+    assert second.counts["releases"] == [*first.counts["releases"], "transformers 99.0"]
+    assert StoreReader(run.store_url).manifest.engine.version == first.counts["releases"][0]
+
+
 def test_redo_removes_the_stores_own_files_only(tiny_target: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, tiny_target, random_samples(LENGTHS))
     first = run_stage(run, "capture")

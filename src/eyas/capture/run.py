@@ -64,7 +64,7 @@ def execute(run: Run) -> Result:
         captured = _capture(run, target, tokens, writer, stop)
     if stop.signum is not None:
         raise _interrupted(run, stop.signum)
-    return _result(run, captured)
+    return _result(run, manifest.engine.version, captured)
 
 
 def discard(run: Run) -> None:
@@ -175,7 +175,7 @@ def _interrupted(run: Run, signum: int) -> Interrupted:
     )
 
 
-def _result(run: Run, captured: Captured) -> Result:
+def _result(run: Run, release: str, captured: Captured) -> Result:
     """Digest and figures of the whole store, also of what earlier processes wrote.
 
     Raises: EngineError where more than half of the samples were rejected.
@@ -200,6 +200,7 @@ def _result(run: Run, captured: Captured) -> Result:
         "bytes": stored,
         # A rejected sample keeps its room in the shard.
         "bytes_per_token": round(stored / int(store.rows.tokens.sum()), 1),
+        "releases": sorted({store.manifest.engine.version, release}),  # that began and that ended the capture
         "tokens_per_s": round(captured.tokens_per_s, 1),
         "rejected": dict(sorted(reasons.items())),
         **captured.figures,

@@ -62,7 +62,7 @@ class TargetInfo(_Part):
 
 
 class EngineInfo(_Part):
-    """What ran the target."""
+    """What ran the target; `version` is the release that began the store."""
 
     kind: str
     dtype: str
@@ -110,11 +110,12 @@ class Manifest(_Part):
         return json.dumps(content | {"digest": fs.digest_json(content)}, indent=1, sort_keys=True) + "\n"
 
     def identity(self) -> dict[str, Any]:
-        """What two stores of the same content have in common, flat: all but the place of the target's folder."""
+        """What two stores of the same content have in common, flat: all but the place of the target's folder and the
+        engine's release, which may be upgraded while a store is captured."""
         flat: dict[str, Any] = {}
         for key, value in self.model_dump().items():
             flat |= {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, dict) else {key: value}
-        del flat["target.path"]
+        del flat["target.path"], flat["engine.version"]
         return flat
 
 
