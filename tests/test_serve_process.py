@@ -93,6 +93,45 @@ def test_a_stopped_one_is_ended_by_sigterm(tmp_path: Path, mark: str) -> None:
     assert process.end(started.pid, mark, 10) == (1, 0)
 
 
+SHELL = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time\n"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nprint('up', flush=True)\ntime.sleep(600)",
+]
+
+
+def test_a_session_of_the_same_number_is_not_the_servers(tmp_path: Path, mark: str) -> None:
+    """Pids are used again after the server is dead: whoever has them now, and what they leave behind, is no member."""
+    other = process.launch(SHELL, dict(os.environ), tmp_path / "log")
+    try:
+        wait_for(tmp_path / "log", "up")
+        began = other.create_time()
+        assert process.session_of(other.pid, began, mark) == other.pid
+        assert process.session_of(other.pid, began - 3600, mark) == 0
+        (child,) = other.children()
+        other.kill()
+        other.wait()
+        assert child.is_running() and os.getsid(child.pid) == other.pid
+        assert process.session_of(other.pid, began - 3600, mark) == 0
+        assert process.session_of(other.pid, began - 3600, mark, [(child.pid, child.create_time() - 60)]) == 0
+        assert process.session_of(other.pid, began, mark, [(child.pid, child.create_time())]) == other.pid
+    finally:
+        for one in process.members(other.pid, ""):
+            one.kill()
+
+
+def test_a_session_is_known_by_a_mark_when_its_first_process_is_gone(tmp_path: Path, mark: str) -> None:
+    started = start(SHELL, mark, tmp_path / "log")
+    wait_for(tmp_path / "log", "up")
+    created = started.create_time()
+    started.kill()
+    started.wait()
+    assert process.session_of(started.pid, created, mark) == started.pid
+    assert process.end(started.pid, mark, 5) == (1, 0)
+    assert process.session_of(started.pid, created, mark) == 0
+
+
 def test_others_are_left_alone(tmp_path: Path, mark: str) -> None:
     other = subprocess.Popen(SLEEPS, stdout=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -3,11 +3,13 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 from eyas.cli import app, commands
 from eyas.engine import process, readiness
 from eyas.engine.server import attach, serving, start_server, stop_server
-from eyas.engine.state import ServerState, load_state
+from eyas.engine.state import ServerState, load_state, save_state
 from eyas.engine.status import doctor_lines, server_died, status_lines
 from eyas.errors import EngineError, Interrupted, RecipeError
 from eyas.run import Run
@@ -40,13 +42,13 @@ def ended(tmp_path: Path) -> Iterator[list[Run]]:
     for run in runs:
         state = load_state(run)
         if state is not None:
-            process.end(state.pid, state.mark, 0.2)
+            process.end(state.session, state.mark, 0.2)
             Path(state.ring or "/nowhere").unlink(missing_ok=True)
 
 
 def gone(state: ServerState) -> None:
     """Nothing of it is left."""
-    assert process.members(state.pid, state.mark) == []
+    assert process.members(state.pid, state.mark) == state.members() == []
     assert process.port_holder(state.port) is None
     assert not state.ring or not Path(state.ring).exists()
     assert not Path(state.plugin).exists()
@@ -85,7 +87,32 @@ def test_a_plain_server_from_start_to_stop(
     assert lines == ["1 processes ended", f"port {state.port} is free"]
     gone(state)
     assert "stopped" in status_lines(run)[0] and attach(run) is None
-    assert stop_server(run) == [f"port {state.port} is free"]
+    with socket.socket() as taken:  # what happens to its port since then is none of its business
+        taken.bind(("127.0.0.1", state.port))
+        taken.listen()
+        assert stop_server(run) == ["its server was stopped before"]
+
+
+def test_a_dead_servers_session_that_another_has_now_is_left_alone(
+    tmp_path: Path, tiny_target: Path, ended: list[Run]
+) -> None:
+    """After a restart of the machine: server.json says that it lives, its pid is a user's shell."""
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    state = start_server(run)
+    stop_server(run)
+    ended.append(run)
+    shell = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    try:
+        save_state(run, replace(state, pid=shell.pid, created=state.created - 86400, family=[], stopped=0.0))
+        again = start_server(run)
+        assert again.pid != shell.pid and shell.poll() is None
+        stop_server(run)
+        save_state(run, replace(state, pid=shell.pid, created=state.created - 86400, family=[], stopped=0.0))
+        assert stop_server(run) == [f"port {state.port} is free"]
+        assert shell.poll() is None
+    finally:
+        shell.kill()
+        shell.wait()
 
 
 def test_a_server_with_other_settings_is_not_used(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:

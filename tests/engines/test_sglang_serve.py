@@ -30,7 +30,7 @@ def run(tmp_path: Path, demo_target: Path) -> Iterator[Run]:
     yield made
     state = load_state(made)
     if state is not None:
-        process.end(state.pid, state.mark, 1)
+        process.end(state.session, state.mark, 1)
 
 
 def wait_for_event(run: Run, starter: "subprocess.Popen[str]", name: str, **having: str) -> ServerState:

@@ -2,14 +2,14 @@
 
 The session outlives the terminal and a kill of Eyas. Three marks tell its processes from all others: the pair of pid
 and creation time of the first, the session id, and the variable EYAS_SERVER in their environment, which they inherit.
-Nothing else is ever signalled.
+Nothing else is ever signalled. Pids and session ids are used again, in a restarted container soon: see `session_of`.
 """
 
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +39,34 @@ def alive(pid: int, created: float) -> bool:
     """Whether this very process still runs: pids are used again, creation times tell them apart."""
     try:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        # psutil counts from the boot time, which a clock that is set may shift by a little.
-        return bool(abs(process.create_time() - created) < 2)
+        return process.status() != psutil.STATUS_ZOMBIE and _began(process, created)
     except _GONE:
         return False
+
+
+def _began(process: psutil.Process, created: float) -> bool:
+    # psutil counts from the boot time, which a clock that is set may shift by a little.
+    return bool(abs(process.create_time() - created) < 2)
+
+
+def session_of(pid: int, created: float, mark: str, noted: Iterable[tuple[int, float]] = ()) -> int:
+    """The session that a server's first process made, as long as one of its processes is left in it; otherwise 0.
+
+    Args:
+        pid, created: of the first process.
+        mark: in the environment of all; lost by those that set a title for themselves (setproctitle writes over it).
+        noted: pids and creation times of others that were seen in it.
+    """
+    known = dict([*noted, (pid, created)])
+    for process in psutil.process_iter() if pid else ():
+        try:
+            if os.getsid(process.pid) == pid and (
+                (process.pid in known and _began(process, known[process.pid])) or mark_of_process(process) == mark
+            ):
+                return pid
+        except (*_GONE, ProcessLookupError, PermissionError):
+            continue
+    return 0
 
 
 def reap(pid: int) -> int | None:
@@ -57,7 +79,11 @@ def reap(pid: int) -> int | None:
 
 
 def members(session: int, mark: str) -> list[psutil.Process]:
-    """The living processes of a server: those in its session, and those that carry its mark outside it."""
+    """The living processes of a server: those in its session, and those that carry its mark outside it.
+
+    Args:
+        session: as `session_of` tells it, asked once: it counts until they are all gone; 0: none.
+    """
     found = []
     for process in psutil.process_iter():
         try:
@@ -67,6 +93,15 @@ def members(session: int, mark: str) -> list[psutil.Process]:
                 found.append(process)
         except (*_GONE, ProcessLookupError, psutil.AccessDenied, PermissionError):
             continue
+    return found
+
+
+def identities(processes: Iterable[psutil.Process]) -> list[tuple[int, float]]:
+    """Pid and creation time of each that is still there."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(*_GONE):
+            found.append((process.pid, process.create_time()))
     return found
 
 
@@ -109,11 +144,11 @@ def _signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> 
 def _gone_within(session: int, mark: str, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while members(session, mark):
-        reap(session)
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
-    reap(session)
+    if session:  # 0 would be any child of ours
+        reap(session)
     return True
 
 

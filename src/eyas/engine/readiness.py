@@ -248,7 +248,8 @@ class _Signs:
             say(f"serve: waiting for: {self._layer}, {duration(now - self._began)}; {doing}; log: {line[:120]}")
 
     def _members(self) -> list[psutil.Process]:
-        return process.members(self._watched.pid, self._watched.mark)
+        watched = self._watched
+        return process.members(process.session_of(watched.pid, watched.created, watched.mark), watched.mark)
 
     def _work(self) -> process.Work:
         return process.work(self._members(), self._watched.log)

@@ -103,6 +103,8 @@ def stop_server(run: Run) -> list[str]:
     state = load_state(run)
     if state is None:
         return ["no server was started for this run"]
+    if state.stopped and not state.members():
+        return ["its server was stopped before"]
     with locked(run, None):
         return _end(run, state)
 
@@ -112,7 +114,7 @@ def _clear_dead(run: Run) -> None:
     state = load_state(run)
     if state is None or state.stopped:
         return
-    lines, _ = end_server(state.pid, state.mark, _STOP_PATIENCE_S, shm=[state.ring, *state.shm])
+    lines, _ = end_server(state.session, state.mark, _STOP_PATIENCE_S, shm=[state.ring, *state.shm])
     shutil.rmtree(state.plugin, ignore_errors=True)
     for line in lines:
         say(f"serve: left by an earlier start: {line}")
@@ -124,7 +126,7 @@ def _end(run: Run, state: ServerState) -> list[str]:
     Raises: EngineError where something is.
     """
     lines, whole = end_server(
-        state.pid,
+        state.session,
         state.mark,
         _STOP_PATIENCE_S,
         port=state.port,
@@ -262,7 +264,9 @@ def _get_ready(run: Run, facts: Facts, state: ServerState, stop: Stop | None) ->
     watched = Watched(state.pid, state.created, state.mark, state.url, *files, ready, state.started, state.layers)
 
     def reached() -> None:
-        state.shm = sorted((shm_of(process.members(state.pid, state.mark)) | set(state.shm)) - {state.ring})
+        members = state.members()
+        state.family = process.identities(members)
+        state.shm = sorted((shm_of(members) | set(state.shm)) - {state.ring})
         save_state(run, state)
 
     def diagnose(layer: str) -> EngineError:

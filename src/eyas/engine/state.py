@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from eyas import fs
 from eyas.engine import process
 from eyas.engine.client import EngineClient
@@ -38,6 +40,7 @@ class ServerState:
         settings_digest: digest of `settings`.
         started: unix time.
         layers: layers of readiness reached, name -> seconds after `started`.
+        family: pid and creation time of each process that was seen in it.
         shm: files in /dev/shm that its processes mapped, the ring not among them.
         self_test: figures of the self-test.
         stopped: unix time at which Eyas ended it; 0 before.
@@ -62,6 +65,7 @@ class ServerState:
     created: float = 0.0
     started: float = 0.0
     layers: dict[str, float] = field(default_factory=dict)
+    family: list[tuple[int, float]] = field(default_factory=list)
     shm: list[str] = field(default_factory=list)
     self_test: dict[str, Any] = field(default_factory=dict)
     stopped: float = 0.0
@@ -99,6 +103,15 @@ class ServerState:
     def alive(self) -> bool:
         return self.pid > 0 and process.alive(self.pid, self.created)
 
+    @property
+    def session(self) -> int:
+        """Its processes' session, 0 where none of them is left in it."""
+        return process.session_of(self.pid, self.created, self.mark, self.family)
+
+    def members(self) -> list[psutil.Process]:
+        """Its living processes."""
+        return process.members(self.session, self.mark)
+
 
 def engine_dir(run: Run) -> Path:
     return run.dir / run.engine_folder
@@ -115,6 +128,7 @@ def read_state(path: Path) -> ServerState | None:
         state = ServerState(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    state.family = [(pid, created) for pid, created in state.family]  # JSON has lists
     state.layers = {name: state.layers[name] for name in LAYERS if name in state.layers}  # JSON has them by name
     return state
 

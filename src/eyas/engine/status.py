@@ -29,7 +29,7 @@ def diagnosis(run: Run, state: ServerState, layer: str, seen: str) -> EngineErro
 def examine_server(state: ServerState, layer: str) -> Evidence:
     """What this server does, while it is waited for `layer` ("": it is ready)."""
     return examine(
-        process.members(state.pid, state.mark),
+        state.members(),
         log=Path(state.log),
         layer=layer,
         engine_python=state.command[0],
