@@ -19,7 +19,7 @@ class ServerArgs:
               "--disable-prefill-cuda-graph", "--disable-piecewise-cuda-graph",
               "--enforce-disable-flashinfer-allreduce-fusion",
               "--enable-two-batch-overlap", "--enable-mixed-chunk", "--enable-layernorm-sp", "--enable-pdmux",
-              "--enable-return-aux-hidden-states", "--disable-custom-all-reduce")
+              "--enable-return-aux-hidden-states", "--disable-custom-all-reduce", "--skip-server-warmup")
         for flag in on:
             parser.add_argument(flag, action="store_true")
         for flag in ("--model-path", "--dtype", "--device", "--host", "--speculative-algorithm", "--attention-backend"):
@@ -42,10 +42,16 @@ ServerArgs.add_cli_args(parser)
 arguments = parser.parse_args()
 tap = json.load(open(os.environ["EYAS_TAP"])) if "EYAS_TAP" in os.environ else None
 
-def tell(event, **more):
+def tell(event, rank=-1, **more):
     if tap:
         with open(tap["events"], "a") as events:
-            events.write(json.dumps({"t": time.time(), "pid": os.getpid(), "rank": 0, "event": event} | more) + "\\n")
+            events.write(json.dumps({"t": time.time(), "pid": os.getpid(), "rank": rank, "event": event} | more) + "\\n")
+
+# As tap/sglang.py does: under the official flag layers are read back at the first forward pass, by the rank that sends.
+unread = [0] if arguments.enable_return_aux_hidden_states else []
+def forward():
+    while unread:
+        tell("layers", unread.pop(), read=tap and tap["aux_layer_ids"])
 
 def misbehave(layer):
     if does == f"die at {layer}":
@@ -68,8 +74,16 @@ if does == "refuse":
     tell("refused", seen="SGLang runs with pp_size=2", expected="pp_size=1", cause="only the last rank's layers")
     time.sleep(3600)
 print("Load weight end. elapsed=0.1 s", flush=True)
-tell("weights", model="StandIn")
-tell("layers", read=tap and tap["aux_layer_ids"])
+for rank in range(arguments.tp_size):
+    tell("weights", rank, model="StandIn")
+    if not arguments.enable_return_aux_hidden_states:
+        tell("layers", rank, read=tap and tap["aux_layer_ids"])
+if does == "lose the ring":
+    os.unlink(tap["ring"])
+if does == "write nonsense":
+    with open(tap["events"], "a") as events:
+        events.write("nonsense\\n")
+    time.sleep(3600)
 misbehave("listening")
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -84,12 +98,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer(503 if does == "idle at warm" else 200)
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        forward()
         if does == "refuse requests":
             return self.answer(400, {"error": "no such request"})
         meta = {"finish_reason": {"type": "length"}, "prompt_tokens": len(asked["input_ids"])}
         self.answer(200, {"output_ids": [1], "meta_info": meta})
 
 server = http.server.ThreadingHTTPServer((arguments.host, arguments.port), Handler)
+if does != "idle at warm" and not arguments.skip_server_warmup:
+    forward()
 if does != "idle at warm":
     print("The server is fired up and ready to roll!", flush=True)
 server.serve_forever()

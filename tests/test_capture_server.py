@@ -22,6 +22,7 @@ from eyas.capture.run import execute, inputs
 from eyas.capture.server import state_flags
 from eyas.engine.client import SGLangClient
 from eyas.errors import EngineError, Interrupted, StoreFull
+from eyas.engine.ring import open_ring
 from eyas.run import Run, open_run
 from eyas.store.reader import StoreReader
 
@@ -39,6 +40,7 @@ def serve(
     with fake_sglang(target, folder, **options) as fake:
         state = SimpleNamespace(url=fake.url, ring=fake.ring.path, version="0.5.23", self_test={}, alive=lambda: True)
         state.log, state.title, state.client = "engine.log", "SGLang", lambda: SGLangClient(fake.url)
+        state.open_ring = lambda: open_ring(state.ring, "eyas serve stop t")
 
         @contextmanager
         def serving(run: Run, *, stop: Any) -> Iterator[Any]:
@@ -223,6 +225,21 @@ def test_rows_of_dead_workers_are_let_go(tiny_target: Path, tmp_path: Path, monk
         result = execute(run)
         assert result.counts["samples"] == len(SAMPLES) and result.counts["rejected"] == {}
         assert fake.ring.counters().used_bytes == 0
+
+
+def test_a_ring_that_is_gone_and_one_that_another_reads(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(monkeypatch, tiny_target, tmp_path / "served") as (run, fake, state):
+        fake.ring.open_reader()
+        with pytest.raises(EngineError, match=f"process {os.getpid()} reads this ring") as error:
+            execute(run)
+        assert error.value.cause.startswith("another eyas captures from the same server")
+        fake.ring.close()
+        state.ring = f"{fake.ring.path}-gone"
+        with pytest.raises(EngineError, match="No such file or directory") as error:
+            execute(run)
+        assert error.value.next.startswith("eyas serve stop t ")
 
 
 def test_a_dead_and_a_silent_server(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

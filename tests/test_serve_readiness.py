@@ -21,7 +21,7 @@ from eyas.engine import process, readiness
 from eyas.engine.server import attach, serving, start_server, stop_server
 from eyas.engine.state import ServerState, load_state, save_state
 from eyas.engine.status import doctor_lines, server_died, status_lines
-from eyas.errors import EngineError, Interrupted, RecipeError
+from eyas.errors import EngineError, ExportError, Interrupted, RecipeError
 from eyas.run import Run
 from eyas.signals import Stop
 
@@ -194,12 +194,52 @@ def test_the_taps_refusal_is_the_cause(tmp_path: Path, tiny_target: Path, ended:
 
 @pytest.mark.parametrize(
     ("does", "seen"),
-    [("", "answered a request of 8 tokens, but not all their rows"), ("refuse requests", "HTTP 400: ")],
+    [
+        ("", "answered a request of 8 tokens, but not all their rows"),
+        ("refuse requests", "HTTP 400: "),
+        ("lose the ring", ".ring: [Errno 2] No such file or directory"),
+    ],
 )
 def test_a_tap_that_never_fires(tmp_path: Path, tiny_target: Path, ended: list[Run], does: str, seen: str) -> None:
     error, state = failing(stand_in_run(tmp_path, tiny_target, does), ended)
     assert "tap fired" not in state.layers and "warm" in state.layers
     assert seen in error.seen and error.next
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [("0.5.23", '"--tp-size", "2"'), ("0.5.23", '"--skip-server-warmup"'), ("0.5.22", '"--tp-size", "2"')],
+)
+def test_weights_are_loaded_once_every_rank_says_so(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], version: str, flags: str
+) -> None:
+    """Layers can't be waited for: under 0.5.23's own flag they are read back at the first forward pass, by rank 0."""
+    run = stand_in_run(tmp_path, tiny_target, "", f"engine.args=[{flags}]", version=version)
+    error, state = failing(run, ended)
+    assert list(state.layers) == ["process alive", "plugin loaded", "weights loaded", "listening", "warm"]
+    assert "not all their rows came through the tap" in error.seen  # the stand-in sends none
+    assert ("--enable-return-aux-hidden-states" in state.command) == (version == "0.5.23")
+
+
+def test_an_unforeseen_failure_while_starting_ends_what_was_started(
+    tmp_path: Path, tiny_target: Path, ended: list[Run]
+) -> None:
+    run = stand_in_run(tmp_path, tiny_target, "write nonsense")
+    ended.append(run)
+    with pytest.raises(ValueError, match="Expecting value"):
+        start_server(run)
+    state = load_state(run)
+    assert state is not None and state.pid
+    gone(state)
+
+
+def test_the_status_of_a_server_whose_ring_is_gone(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    ended.append(run)
+    state = start_server(run)
+    save_state(run, replace(state, ring="/dev/shm/eyas-gone.ring"))
+    (ring,) = (line for line in status_lines(run) if line.startswith("ring      "))
+    assert "No such file" in ring and f"next: eyas serve stop {run.dir}   #" in ring
 
 
 def test_ctrl_c_while_starting_ends_what_was_started(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
@@ -301,6 +341,29 @@ def test_commands(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
     assert state.alive()  # it ends nothing
     assert "1 processes ended" in eyas("serve", "stop")[1]
     assert "1 of" not in eyas("serve", "stop")[1]
+
+
+def test_a_server_is_stopped_whatever_became_of_the_recipe(
+    tmp_path: Path, tiny_target: Path, ended: list[Run]
+) -> None:
+    """No drafter is left, the settings are wrong by now, the engine is another: its server.json is enough."""
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    ended += [run, replace(run, engine_folder="serving")]
+
+    def eyas(*words: str) -> tuple[int, str]:
+        shown = CliRunner().invoke(app, words, catch_exceptions=False)
+        return shown.exit_code, shown.output
+
+    recipe = str(tmp_path / "recipe.toml")
+    for options, one in (["--set", "engine.kind=local"], ended[0]), (["--with-drafter", "--set", "serving.top_k=2"], ended[1]):
+        state = start_server(one)
+        assert "ready, started" in eyas("serve", "status", recipe, *options)[1]
+        assert "ready to roll" in eyas("serve", "logs", recipe, *options)[1]
+        assert eyas("doctor", recipe, *options)[0] == 0
+        assert "1 processes ended" in eyas("serve", "stop", recipe, *options)[1]
+        gone(state)
+    with pytest.raises(ExportError, match="no config.json"):
+        eyas("serve", "start", recipe, "--with-drafter")
 
 
 def test_a_local_engine_has_no_server(tmp_path: Path, tiny_target: Path) -> None:

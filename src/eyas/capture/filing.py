@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eyas.data.tokens import Sample
+from eyas.engine.ring import read_from
 from eyas.errors import EngineError
 from eyas.store.writer import BadStates, StoreWriter
 from eyas.tap.block import Block, Segment
@@ -79,7 +80,7 @@ class Filing:
         self.rows = 0
 
     def __enter__(self) -> "Filing":
-        self._ring.open_reader()
+        read_from(self._ring)
         self._work = [self._pool.submit(self._write, waiting) for waiting in self._queues]
         self._work.append(self._pool.submit(self._read))
         return self

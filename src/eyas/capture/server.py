@@ -25,7 +25,7 @@ from eyas.run import Run
 from eyas.signals import Stop
 from eyas.store.writer import StoreWriter
 from eyas.tap.block import row_bytes
-from eyas.tap.ring import Ring, RingError
+from eyas.tap.ring import Ring
 from eyas.target import Target
 
 # Fewer tokens say little: their log-probabilities are checked only where a shard has nothing longer.
@@ -149,7 +149,7 @@ class _Capture:
         total, left = int(plan.tokens.sum()), int(waiting[waiting <= facts.longest_prompt].sum())
         engine = f"{self.state.title} {facts.version} in {facts.dtype}"
         say(f"capture: {left:,} of {total:,} tokens to do, {engine} at {client.url}")
-        ring = self._ring()
+        ring = self.state.open_ring()
         unchecked = "the server runs random weights" if facts.dummy_weights else ""
         before = ring.counters()
         with (
@@ -191,17 +191,6 @@ class _Capture:
                 "server_waited_s": round(counters.waited_s - before.waited_s, 2),
             },
         )
-
-    def _ring(self) -> Ring:
-        try:
-            return Ring.attach(self.state.ring)
-        except (OSError, RingError) as error:
-            raise EngineError(
-                f"{self.state.ring}: {error}",
-                expected="the ring that the server writes to",
-                cause="it was removed while the server runs",
-                next=f"{self.run_.command('serve stop')}   # then the same command",
-            ) from None
 
     def _advance(self, progress: Progress, worker: Worker, ring: Ring, first: int) -> None:
         counters = ring.counters()

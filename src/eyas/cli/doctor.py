@@ -32,9 +32,12 @@ def doctor(
         raise typer.Exit(1 if found else 0)
     if recipe is None:
         raise RecipeError("neither a recipe nor --pid", expected="eyas doctor RECIPE, or eyas doctor --pid N")
-    from eyas.cli.serve import find_run
+    from eyas.cli.serve import startable_run, started_run
+    from eyas.engine.state import load_state
     from eyas.engine.status import doctor_lines
 
-    lines, healthy = doctor_lines(find_run(recipe, set_, limit, with_drafter))
+    state = load_state(started_run(recipe, set_, limit, with_drafter))
+    find = started_run if state is not None and state.alive() else startable_run
+    lines, healthy = doctor_lines(find(recipe, set_, limit, with_drafter))
     print("\n".join(lines))
     raise typer.Exit(0 if healthy else 1)

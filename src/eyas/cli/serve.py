@@ -25,16 +25,32 @@ WithDrafter = Annotated[
 ]
 
 
-def find_run(recipe: Path, overrides: list[str] | None, limit: int, with_drafter: bool = False) -> Run:
-    """The run whose server is meant; with the drafter it is started by the tuned settings, where there are some."""
-    from eyas.errors import RecipeError
+def started_run(recipe: Path, overrides: list[str] | None, limit: int, with_drafter: bool) -> Run:
+    """The run whose server is meant, for what is asked of its server.json alone: what the recipe and the run's folder
+    have become since its start doesn't matter."""
+    from eyas.engine.drafting import SERVING
+    from eyas.engine.state import load_state
 
     run = read_run(recipe, overrides, limit)
     if with_drafter:
-        from eyas.engine.drafting import find_drafting, serving_run
-
         # In messages every command is to mean this server.
-        return serving_run(dataclasses.replace(run, arguments=f"{run.arguments} --with-drafter"), find_drafting(run))
+        return dataclasses.replace(run, arguments=f"{run.arguments} --with-drafter", engine_folder=SERVING)
+    return run if load_state(run) else _with_server(run)
+
+
+def startable_run(recipe: Path, overrides: list[str] | None, limit: int, with_drafter: bool) -> Run:
+    """The run whose server is to be started; with the drafter by the tuned settings, where there are some."""
+    if not with_drafter:
+        return _with_server(read_run(recipe, overrides, limit))
+    from eyas.engine.drafting import find_drafting, serving_run
+
+    run = started_run(recipe, overrides, limit, with_drafter)
+    return serving_run(run, find_drafting(run))
+
+
+def _with_server(run: Run) -> Run:
+    from eyas.errors import RecipeError
+
     if run.recipe.engine.kind == "local":
         raise RecipeError(
             'engine.kind = "local" runs the target in process: there is no server',
@@ -49,7 +65,7 @@ def start(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, with_dra
     from eyas.engine.server import start_server
     from eyas.signals import stop_on_signals
 
-    run = find_run(recipe, set_, limit, with_drafter)
+    run = startable_run(recipe, set_, limit, with_drafter)
     if with_drafter:
         from eyas.export.stage import check_served
 
@@ -67,7 +83,7 @@ def status(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, with_dr
     """Say whether the server lives, how far it got, and what is in its ring."""
     from eyas.engine.status import status_lines
 
-    print("\n".join(status_lines(find_run(recipe, set_, limit, with_drafter))))
+    print("\n".join(status_lines(started_run(recipe, set_, limit, with_drafter))))
 
 
 @app.command()
@@ -84,7 +100,7 @@ def logs(
     from eyas.engine.state import load_state
     from eyas.errors import EngineError
 
-    run = find_run(recipe, set_, limit, with_drafter)
+    run = started_run(recipe, set_, limit, with_drafter)
     state = load_state(run)
     if state is None:
         raise EngineError(f"{run.dir}: no server was started", next=run.command("serve start"))
@@ -103,7 +119,7 @@ def stop(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0, with_draf
     """End the server with all its processes, and verify that port, memory and shared memory are free again."""
     from eyas.engine.server import stop_server
 
-    print("\n".join(stop_server(find_run(recipe, set_, limit, with_drafter))))
+    print("\n".join(stop_server(started_run(recipe, set_, limit, with_drafter))))
 
 
 @app.command()

@@ -27,6 +27,7 @@ class Kind:
             tell(error=...).
         checked_import: the module that it imports first.
         ranks, stages, memory_share: the parser's names of tensor parallel, pipeline parallel and the share of a GPU.
+        loaded_event: of the tap: every rank tells it once its model is loaded, before the first forward pass.
         weights_line, ready_line: what the log says once weights are loaded, and once it is ready for requests.
         client: made of a server's URL and its tap's events file.
     """
@@ -41,6 +42,7 @@ class Kind:
     ranks: str
     stages: str
     memory_share: str
+    loaded_event: str
     weights_line: str
     ready_line: str
     client: Callable[[str, Path], EngineClient]

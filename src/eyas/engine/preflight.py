@@ -18,6 +18,7 @@ from eyas.engine.flags import read_flags
 from eyas.engine.gpu import Gpu, gpus, visible
 from eyas.engine.kinds import check_release, plan_launch
 from eyas.engine.launch import Launch, base_env
+from eyas.engine.state import stop_command
 from eyas.engine.weights import check_weight_files
 from eyas.errors import EngineError, EyasError, RecipeError, StoreFull
 from eyas.need import Need, both_units, counted, room
@@ -210,9 +211,7 @@ def _port_held(run: Run, port: int) -> EngineError:
     pid, command = holder or (0, "")
     who = f"process {pid}: {command}" if pid else "a process that this user can't see (another user's or container's)"
     ours = process.mark_of(pid) if pid else ""
-    folder = Path(ours.rpartition(":")[0])
-    stop = f"eyas serve stop {folder.parent}" if ours else ""
-    stop += " --with-drafter" if stop and folder.name == "serving" else ""
+    stop = stop_command(ours) or f"kill {pid}   # a server that a stage measures" if ours else ""
     return EngineError(
         f"port {port} is held by {who}",
         expected="a free port for the server",

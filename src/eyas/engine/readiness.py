@@ -2,7 +2,7 @@
 
     process alive      the process runs
     plugin loaded      the tap was imported by the engine                   (the tap's events)
-    weights loaded     the model is in memory, aux layers are set           (the tap's events, or the log)
+    weights loaded     the model is in memory, on every rank                (the tap's events, or the log)
     listening          the port answers                                     (TCP)
     warm               the engine answers                                   (SGLang's log, /health)
     tap fired          a request of Eyas's own reached the tap              (the tap's events)
@@ -29,6 +29,7 @@ from eyas.engine import process
 from eyas.engine.client import EngineClient, Refused, Transient
 from eyas.engine.evidence import tail
 from eyas.engine.gpu import gpus
+from eyas.engine.ring import read_from
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import duration, say
 from eyas.signals import Stop
@@ -129,7 +130,7 @@ def fire(watched: Watched, ring: Ring, client: EngineClient, token_ids: Sequence
         async with client:
             await asyncio.wait_for(client.prefill(token_ids, rid), _ANSWER_PATIENCE_S)
 
-    ring.open_reader()
+    read_from(ring)
     try:
         asyncio.run(ask())
         if _take_rows(ring, rid, len(token_ids)) == len(token_ids):

@@ -35,6 +35,7 @@ from eyas.engine.compare import (
     reached,
 )
 from eyas.engine.partial import PartialDecoder, Unchecked, embeddings
+from eyas.engine.ring import read_from
 from eyas.errors import EngineError
 from eyas.tap.ring import Ring
 from eyas.target import Target
@@ -87,12 +88,12 @@ def self_test(
     aux_layer_ids: Sequence[int],
     dtype: str,
     connect: Callable[[], EngineClient],
-    ring_path: str,
+    ring: Ring,
     *,
     middle: bool = False,
     watch: Callable[[], None] = lambda: None,
 ) -> SelfTest:
-    """Run it against a server that is warm. It reads the ring while it runs.
+    """Run it against a server that is warm. It reads the ring while it runs, and closes it.
 
     Args:
         aux_layer_ids: what the server is believed to send.
@@ -105,10 +106,9 @@ def self_test(
     facts = asyncio.run(_facts(connect()))
     length, short = canary_lengths(facts)
     token_ids, stamp = canary_ids(target, length), time.time_ns()
-    ring = Ring.attach(ring_path)
     encodings = ring.layout.encoding, ring.layout.final_encoding
     try:
-        ring.open_reader()
+        read_from(ring)
         long_one = take(ring, connect(), token_ids, f"eyas-canary-{stamp}-long", watch)
         short_one = take(ring, connect(), token_ids[:short], f"eyas-canary-{stamp}-short", watch)
     finally:

@@ -288,7 +288,7 @@ def _get_ready(run: Run, facts: Facts, state: ServerState, stop: Stop | None) ->
             reached=reached,
             diagnose=diagnose,
         )
-    except (EngineError, Interrupted):
+    except BaseException:
         for line in _end(run, state):
             say(f"serve: {line}")
         raise
@@ -302,10 +302,10 @@ def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[
     ranks = flags_of(state.command)["tp_size"]
     return [
         ("plugin loaded", lambda: watched.event("plugin", role="scheduler") is not None),
-        ("weights loaded", lambda: watched.ranks("layers") >= ranks),
+        ("weights loaded", lambda: watched.ranks(facts.launch.kind.loaded_event) >= ranks),
         ("listening", watched.listening),
         ("warm", watched.warm),
-        ("tap fired", lambda: fire(watched, Ring.attach(state.ring), state.client(), token_ids)),
+        ("tap fired", lambda: fire(watched, state.open_ring(), state.client(), token_ids)),
         ("self-test passed", lambda: _test_states(facts, state, watch)),
     ]
 
@@ -313,7 +313,8 @@ def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[
 def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) -> bool:
     """Run the self-test and keep its figures. Raises EngineError where it fails."""
     dtype, middle = facts.run.recipe.engine.dtype, facts.run.recipe.capture.check_middle
-    passed = self_test(facts.target, state.aux_layer_ids, dtype, state.client, state.ring, middle=middle, watch=watch)
+    ring, ids = state.open_ring(), state.aux_layer_ids
+    passed = self_test(facts.target, ids, dtype, state.client, ring, middle=middle, watch=watch)
     state.self_test = passed.figures()
     for line in passed.lines():
         say(f"serve: self-test: {line}")

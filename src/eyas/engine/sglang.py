@@ -82,6 +82,7 @@ SGLANG = Kind(
     ranks="tp_size",
     stages="pp_size",
     memory_share="mem_fraction_static",
+    loaded_event="weights",  # under --enable-return-aux-hidden-states `layers` comes at the first pass, of rank 0 alone
     weights_line="Load weight end",
     ready_line="The server is fired up and ready to roll",
     client=lambda url, events: SGLangClient(url),

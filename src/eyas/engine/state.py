@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,10 +17,12 @@ from eyas.engine import process
 from eyas.engine.client import EngineClient
 from eyas.engine.kinds import KINDS
 from eyas.engine.readiness import LAYERS
+from eyas.engine.ring import open_ring
 from eyas.errors import Interrupted
 from eyas.progress import say
 from eyas.run import Run
 from eyas.signals import Stop
+from eyas.tap.ring import Ring
 
 STATE_FILE = "server.json"
 
@@ -89,6 +92,10 @@ class ServerState:
         """For asking it; one for each event loop."""
         return KINDS[self.engine].client(self.url, Path(self.events))
 
+    def open_ring(self) -> Ring:
+        """Its ring, mapped. Raises EngineError where that is gone."""
+        return open_ring(self.ring, stop_command(self.mark) or f"kill {self.pid}")
+
     @property
     def next_layer(self) -> str:
         """The layer of readiness that comes next; "" once it is ready."""
@@ -115,6 +122,13 @@ class ServerState:
 
 def engine_dir(run: Run) -> Path:
     return run.dir / run.engine_folder
+
+
+def stop_command(mark: str) -> str:
+    """The command that ends the server of this mark; "" for one of several that a stage measures, and for no mark."""
+    folder = Path(mark.rpartition(":")[0])
+    words = {"engine": "", "serving": " --with-drafter"}.get(folder.name)
+    return "" if words is None else f"eyas serve stop {shlex.quote(str(folder.parent))}{words}"
 
 
 def load_state(run: Run) -> ServerState | None:

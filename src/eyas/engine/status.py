@@ -13,7 +13,6 @@ from eyas.engine.state import ServerState, load_state
 from eyas.errors import EngineError
 from eyas.progress import duration, size
 from eyas.run import Run
-from eyas.tap.ring import Ring
 
 
 def server_died(run: Run, state: ServerState) -> EngineError:
@@ -53,11 +52,18 @@ def status_lines(run: Run) -> list[str]:
     ]
     lines += [f"waits     for: {state.next_layer}"] if lives and not state.ready else []
     if lives and state.ring:
-        counted = Ring.attach(state.ring).counters()
-        reader = f"read by process {counted.consumer_pid}" if counted.consumer_pid else "read by nobody"
-        filled = f"{size(counted.used_bytes)} of {size(counted.capacity_bytes)} in use"
-        lines.append(f"ring      {filled}, {counted.rows:,} rows sent, {counted.dropped_rows:,} dropped, {reader}")
+        lines.append(f"ring      {_ring_line(state)}")
     return [*lines, f"command   {' '.join(state.command)}", f"log       {state.log}"]
+
+
+def _ring_line(state: ServerState) -> str:
+    try:
+        counted = state.open_ring().counters()
+    except EngineError as error:
+        return f"{error.seen}: {error.cause}; next: {error.next}"
+    reader = f"read by process {counted.consumer_pid}" if counted.consumer_pid else "read by nobody"
+    filled = f"{size(counted.used_bytes)} of {size(counted.capacity_bytes)} in use"
+    return f"{filled}, {counted.rows:,} rows sent, {counted.dropped_rows:,} dropped, {reader}"
 
 
 def _condition(state: ServerState) -> str:

@@ -75,6 +75,7 @@ VLLM = Kind(
     ranks="tensor_parallel_size",
     stages="pipeline_parallel_size",
     memory_share="gpu_memory_utilization",
+    loaded_event="layers",
     weights_line="Loading weights took",
     ready_line="Application startup complete",
     client=VLLMClient,

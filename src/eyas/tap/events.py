@@ -3,7 +3,8 @@
 {"t": unix time, "pid": ..., "rank": tensor-parallel rank or -1, "event": ..., more}. Events, in the order of a start:
     plugin    registered; "role" is "scheduler" in the processes that run the model, "other" elsewhere
     weights   the model is loaded; "model" is its class
-    layers    auxiliary layers are set and read back; "setter", "passed", "read"
+    layers    auxiliary layers are set and read back; "setter", "passed", "read"; where SGLang sets them by itself,
+              only at its first forward pass and only of the rank that sends
     ring      attached by the rank that sends; "pinned" says whether it is registered with CUDA
     fired     the first rows were taken; "rows", "rid"
     dropped   rows had no room, or could not be taken; "why", "rows"; once for each stretch of them
