@@ -22,7 +22,8 @@ class ServerArgs:
               "--enable-return-aux-hidden-states", "--disable-custom-all-reduce", "--skip-server-warmup")
         for flag in on:
             parser.add_argument(flag, action="store_true")
-        for flag in ("--model-path", "--dtype", "--device", "--host", "--speculative-algorithm", "--attention-backend"):
+        for flag in ("--model-path", "--dtype", "--device", "--host", "--speculative-algorithm", "--attention-backend",
+                     "--api-key"):
             parser.add_argument(flag)
         for flag, default in (("--port", 30000), ("--random-seed", None), ("--max-total-tokens", None), ("--nnodes", 1),
                               ("--tp-size", 1), ("--pp-size", 1), ("--dp-size", 1), ("--base-gpu-id", 0)):
@@ -43,9 +44,10 @@ arguments = parser.parse_args()
 tap = json.load(open(os.environ["EYAS_TAP"])) if "EYAS_TAP" in os.environ else None
 
 def tell(event, rank=-1, **more):
+    line = {"t": time.time(), "pid": os.getpid(), "rank": rank, "event": event} | more
     if tap:
         with open(tap["events"], "a") as events:
-            events.write(json.dumps({"t": time.time(), "pid": os.getpid(), "rank": rank, "event": event} | more) + "\\n")
+            events.write(json.dumps(line) + "\\n")
 
 # As tap/sglang.py does: under the official flag layers are read back at the first forward pass, by the rank that sends.
 unread = [0] if arguments.enable_return_aux_hidden_states else []

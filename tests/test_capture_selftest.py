@@ -151,6 +151,14 @@ def test_failing_and_vanishing_servers(tiny_target: Path, tmp_path: Path) -> Non
         run(tiny_target, fake, watch=give_up)
 
 
+def test_a_server_that_wants_a_key(tiny_target: Path, tmp_path: Path) -> None:
+    with fake_sglang(tiny_target, tmp_path) as fake:
+        fake.statuses = [401]
+        with pytest.raises(EngineError, match="HTTP 401") as error:
+            run(tiny_target, fake)
+        assert error.value.cause.startswith("--api-key in engine.args")
+
+
 def test_what_cannot_be_checked_says_so(tiny_target: Path, tmp_path: Path) -> None:
     """Random weights in the server, packed weights in the checkpoint, layers that are all alike, and no chunks."""
     with fake_sglang(tiny_target, tmp_path) as fake:

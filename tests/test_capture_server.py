@@ -21,8 +21,8 @@ from helpers_tiny import make_tiny_target
 from eyas.capture.run import execute, inputs
 from eyas.capture.server import state_flags
 from eyas.engine.client import SGLangClient
-from eyas.errors import EngineError, Interrupted, StoreFull
 from eyas.engine.ring import open_ring
+from eyas.errors import EngineError, Interrupted, StoreFull
 from eyas.run import Run, open_run
 from eyas.store.reader import StoreReader
 

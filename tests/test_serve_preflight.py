@@ -190,6 +190,18 @@ def test_an_address_of_another_machine(tmp_path: Path, tiny_target: Path) -> Non
     assert isinstance(error, RecipeError) and "engine.host = 192.0.2.1" in error.seen
 
 
+def test_an_ipv6_address(tmp_path: Path, tiny_target: Path) -> None:
+    error = only_fault(stand_in_run(tmp_path, tiny_target, "", "engine.host=::1"))
+    assert isinstance(error, RecipeError) and "IPv4" in error.expected
+
+
+def test_a_key_that_eyas_would_not_send(tmp_path: Path, tiny_target: Path) -> None:
+    error = only_fault(stand_in_run(tmp_path, tiny_target, "", 'engine.args=["--api-key", "x"]'))
+    assert error.seen == "engine.args holds --api-key" and "Eyas sends no key" in error.next
+    run = stand_in_run(tmp_path, tiny_target, "", 'engine.args=["--api-key", "x"]', profile="serving")
+    assert Facts(run).launch.flags[-2:] == ["--api-key", "x"]  # for users it is no fault
+
+
 def test_a_ring_too_small_for_rows(tmp_path: Path) -> None:
     wide = make_tiny_target(tmp_path / "wide")
     config = json.loads((wide / "config.json").read_text()) | {"hidden_size": 7168}

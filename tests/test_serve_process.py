@@ -96,8 +96,7 @@ def test_a_stopped_one_is_ended_by_sigterm(tmp_path: Path, mark: str) -> None:
 SHELL = [
     sys.executable,
     "-c",
-    "import subprocess, sys, time\n"
-    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\nprint('up', flush=True)\ntime.sleep(600)",
+    "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\nprint('up', flush=True)\ntime.sleep(600)",
 ]
 
 

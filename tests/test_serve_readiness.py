@@ -343,9 +343,7 @@ def test_commands(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
     assert "1 of" not in eyas("serve", "stop")[1]
 
 
-def test_a_server_is_stopped_whatever_became_of_the_recipe(
-    tmp_path: Path, tiny_target: Path, ended: list[Run]
-) -> None:
+def test_a_server_is_stopped_whatever_became_of_the_recipe(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:
     """No drafter is left, the settings are wrong by now, the engine is another: its server.json is enough."""
     run = stand_in_run(tmp_path, tiny_target, profile="serving")
     ended += [run, replace(run, engine_folder="serving")]
@@ -355,7 +353,10 @@ def test_a_server_is_stopped_whatever_became_of_the_recipe(
         return shown.exit_code, shown.output
 
     recipe = str(tmp_path / "recipe.toml")
-    for options, one in (["--set", "engine.kind=local"], ended[0]), (["--with-drafter", "--set", "serving.top_k=2"], ended[1]):
+    for options, one in (
+        (["--set", "engine.kind=local"], ended[0]),
+        (["--with-drafter", "--set", "serving.top_k=2"], ended[1]),
+    ):
         state = start_server(one)
         assert "ready, started" in eyas("serve", "status", recipe, *options)[1]
         assert "ready to roll" in eyas("serve", "logs", recipe, *options)[1]

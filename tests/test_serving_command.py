@@ -1,9 +1,11 @@
 """What serves a drafter: flags by engine, [serving] in the place of [engine], and the forms it is deployed in."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,29 @@ def test_what_is_deployed_can_be_read_back(deployable: Run, kind: str, tmp_path:
     for ours, theirs in paths.items():
         said = [word.replace(ours, theirs) for word in said]
     assert entry == said, "the same words, with the image's paths"
+
+
+def test_the_image_is_published_where_serving_host_says(deployable: Run) -> None:
+    assert "-p 127.0.0.1:31000:31000 " in deployment(deployable, "sglang").dockerfile
+    open_to_all = deployable.recipe.serving.model_copy(update={"host": "0.0.0.0"})
+    run = replace(deployable, recipe=deployable.recipe.model_copy(update={"serving": open_to_all}))
+    assert "-p 0.0.0.0:31000:31000 " in deployment(run, "sglang").dockerfile
+
+
+def test_secrets_stay_at_home(deployable: Run) -> None:
+    env = {"HF_TOKEN": "hf_x1", "AWS_SECRET_ACCESS_KEY": "s3_x1", "TOKENIZERS_PARALLELISM": "true"}
+    serving = deployable.recipe.serving.model_copy(update={"env": env})
+    run = replace(deployable, recipe=deployable.recipe.model_copy(update={"serving": serving}))
+    for text in deployment(run, "sglang").files.values():
+        assert "_x1" not in text and "TOKENIZERS_PARALLELISM" in text
+        assert "set it yourself (docker run -e, EnvironmentFile=): HF_TOKEN, AWS_SECRET_ACCESS_KEY" in text
+
+
+def test_a_user_without_a_name_is_told_by_number(deployable: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_001)
+    assert "User=4000001" in deployment(deployable, "sglang").unit
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])

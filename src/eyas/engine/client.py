@@ -19,6 +19,7 @@ from eyas.errors import EngineError
 # What passes by itself: a server that is overloaded, warming up or shutting down, or a lost connection.
 _TRANSIENT_STATUSES = (408, 429, 500, 502, 503, 504)
 _REFUSALS = (400, 413, 422)
+_KEY_WANTED = (401, 403)
 _CONNECT_S, _INFO_S = 10.0, 60.0
 
 
@@ -115,6 +116,13 @@ class EngineClient:
             raise Transient(f"{request.url}: {said}")
         if response.status_code in _REFUSALS:
             raise Refused(said)
+        if response.status_code in _KEY_WANTED:
+            raise EngineError(
+                f"{request.url}: {said}",
+                expected="a server that takes requests without a key: Eyas sends none",
+                cause="--api-key in engine.args or the profile, or VLLM_API_KEY in engine.env or this shell",
+                next="take it out (the server listens on engine.host alone), then start it again",
+            )
         raise EngineError(f"{request.url}: {said}", expected="HTTP 200", cause="another kind of server at this address")
 
     def _new_client(self) -> httpx.AsyncClient:

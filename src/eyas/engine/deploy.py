@@ -1,8 +1,9 @@
 """The serving command of a run as people deploy it: a script, a systemd unit, a Dockerfile."""
 
 import dataclasses
-import getpass
 import json
+import os
+import pwd
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _PORTS = {"sglang": 30000, "vllm": 8000}
 _IMAGES = {"sglang": "lmsysorg/sglang:v{}", "vllm": "vllm/vllm-openai:v{}"}
 _VLLM = "0.32.0"  # the release that was run here
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SECRET = {"TOKEN", "KEY", "SECRET", "PASSWORD"}
 _MODEL, _DRAFTER = Path("/model"), Path("/drafter")
 
 
@@ -66,7 +68,7 @@ def deployment(run: Run, kind: Kind) -> Deployment:
         title,
         _script(words, launch.env, title),
         _unit(words, launch.env, f"{run.recipe.name}: {target.path.name} with its EAGLE-3 drafter, {title}"),
-        _dockerfile(inside, version, port, target, run.recipe.name),
+        _dockerfile(inside, version, port, target, run),
         drafting.folder,
     )
 
@@ -94,8 +96,17 @@ def _launch(run: Run, drafting: Drafting, target: Target, version: str) -> Launc
     return plan_launch(serving_run(run, drafting), target, version)
 
 
+def _parted(env: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """What may be written into a file that goes elsewhere, and a comment that names what may not: by the words of its
+    name, a secret."""
+    secret = [name for name in env if _SECRET & set(name.upper().split("_"))]
+    told = [f"# Not written here, set it yourself (docker run -e, EnvironmentFile=): {', '.join(secret)}"]
+    return {name: value for name, value in env.items() if name not in secret}, told if secret else []
+
+
 def _script(words: list[str], env: dict[str, str], title: str) -> str:
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    env, told = _parted(env)
+    exports = told + [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     if "/" in words[0]:  # kernels are compiled with the ninja that lies beside the interpreter
         exports.insert(0, f'export PATH={shlex.quote(str(Path(words[0]).parent))}:"$PATH"')
     return "\n".join(["#!/bin/sh", f"# {title}; written by eyas deploy", *exports, f"exec {shlex.join(words)}", ""])
@@ -103,6 +114,7 @@ def _script(words: list[str], env: dict[str, str], title: str) -> str:
 
 def _unit(words: list[str], env: dict[str, str], about: str) -> str:
     program = ["/usr/bin/env", *words]
+    env, told = _parted(env)
     if "/" in words[0]:
         program, env = words, {"PATH": f"{Path(words[0]).parent}:{_PATH}"} | env
     lines = [
@@ -113,7 +125,8 @@ def _unit(words: list[str], env: dict[str, str], about: str) -> str:
         "",
         "[Service]",
         "Type=exec",
-        f"User={getpass.getuser()}",
+        f"User={_user()}",
+        *told,
         *(f"Environment={_systemd(f'{name}={value}', dollar=False)}" for name, value in env.items()),
         f"ExecStart={' '.join(_systemd(word) for word in program)}",
         "Restart=on-failure",
@@ -129,6 +142,14 @@ def _unit(words: list[str], env: dict[str, str], about: str) -> str:
     return "\n".join(lines)
 
 
+def _user() -> str:
+    """This user's name, or number where it has none, as in containers."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
 def _systemd(word: str, dollar: bool = True) -> str:
     """A word as systemd reads it back: %, $ and quotes mean something to it."""
     text = word.replace("%", "%%")
@@ -138,18 +159,21 @@ def _systemd(word: str, dollar: bool = True) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _dockerfile(launch: Launch, version: str, port: int, target: Target, name: str) -> str:
+def _dockerfile(launch: Launch, version: str, port: int, target: Target, run: Run) -> str:
     words = ["python3", *launch.command(port)[1:]]
     at = words.index("--host") + 1
     words[at] = "0.0.0.0"
-    tag = name.lower()
+    env, told = _parted(launch.env)
+    # Without an address Docker publishes to every network; the server asks for no key.
+    host, tag = run.recipe.serving.host.replace("localhost", "127.0.0.1"), run.recipe.name.lower()
     return "\n".join(
         [
             f"# docker build -t {tag} FOLDER   # FOLDER holds this file and the drafter's folder as drafter/",
-            f"# docker run --gpus all --ipc=host -p {port}:{port} -v {target.path}:{_MODEL}:ro {tag}",
+            f"# docker run --gpus all --ipc=host -p {host}:{port}:{port} -v {target.path}:{_MODEL}:ro {tag}",
             f"FROM {_IMAGES[launch.kind.name].format(version.partition('+')[0])}",
             f"COPY drafter/ {_DRAFTER}/",
-            *(f"ENV {key}={json.dumps(value)}" for key, value in launch.env.items()),
+            *told,
+            *(f"ENV {key}={json.dumps(value)}" for key, value in env.items()),
             f"EXPOSE {port}",
             f"ENTRYPOINT {json.dumps(words)}",
             "",

@@ -91,6 +91,10 @@ class Launch:
         return [*self.flags, "--host", self.host, "--port", str(port)]
 
 
+# Flags that neither engine is to be given for capturing: argument -> what says it.
+NO_CAPTURE_FLAGS = {"--api-key": "engine.host: only this machine reaches 127.0.0.1, and Eyas sends no key"}
+
+
 def profile_flags(profile: Profile, kind: str, release: tuple[int, int, int]) -> list[str]:
     """The profile's flags for one release of one kind of engine, as words."""
     return [word for entry in profile.flags_for(kind, release) for word in (entry.flag, entry.value) if word]

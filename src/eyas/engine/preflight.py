@@ -192,7 +192,13 @@ def check_disk(facts: Facts) -> None:
 def check_port(facts: Facts) -> None:
     """The port can be bound; where not, who holds it."""
     table = facts.run.recipe.engine
-    with socket.socket(socket.AF_INET6 if ":" in table.host else socket.AF_INET) as trial:
+    if ":" in table.host:
+        raise RecipeError(
+            f"engine.host = {table.host}",
+            expected="a name or an IPv4 address: no server was ever asked through IPv6 here",
+            next="--set engine.host=127.0.0.1",
+        )
+    with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engines' own servers do
         try:
             trial.bind((table.host, table.port))

@@ -96,7 +96,7 @@ class Watched:
     def listening(self) -> bool:
         host, port = self.url.removeprefix("http://").rsplit(":", 1)
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            socket.create_connection((host, int(port)), timeout=2).close()
         except OSError:
             return False
         return True

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from eyas.engine.client import SGLangClient
-from eyas.engine.launch import Kind, Launch, check_own_flags, profile_flags, server_device
+from eyas.engine.launch import NO_CAPTURE_FLAGS, Kind, Launch, check_own_flags, profile_flags, server_device
 from eyas.engine.profile import load_profile
 from eyas.errors import EngineError
 from eyas.run import Run
@@ -97,7 +97,7 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
     """
     table, profile, release = run.recipe.engine, load_profile(run.recipe.engine.profile), check_release(version)
     capture, device = profile.purpose == "capture", server_device(table)
-    check_own_flags(OWN_FLAGS, table.args)
+    check_own_flags(OWN_FLAGS | NO_CAPTURE_FLAGS if capture else OWN_FLAGS, table.args)
     flags = ["--model-path", str(target.path), "--dtype", table.dtype, "--random-seed", "0"]
     flags += ["--trust-remote-code"] if target.trust_remote_code else []
     flags += ["--device", device] if device else []

@@ -9,7 +9,7 @@ import os
 import re
 from typing import Any
 
-from eyas.engine.launch import Kind, Launch, check_own_flags, has_gpu, profile_flags, server_device
+from eyas.engine.launch import NO_CAPTURE_FLAGS, Kind, Launch, check_own_flags, has_gpu, profile_flags, server_device
 from eyas.engine.partial import final_norm
 from eyas.engine.profile import load_profile
 from eyas.engine.vllm_client import VLLMClient
@@ -38,7 +38,7 @@ CAPTURE_FLAGS = {
     "--max-model-len": "data.max_tokens",
     "--speculative-config": "drafter.aux_layer_ids",
     "--kv-transfer-config": "engine.kind and engine.profile",
-}
+} | NO_CAPTURE_FLAGS
 WRONG_FOR_CAPTURE: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "each stage would need a ring of its own"),
     "data_parallel_size": (1, "each replica would need a ring of its own"),
