@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import shlex
 import socket
 import struct
 import subprocess
@@ -169,18 +171,27 @@ def test_a_held_port_and_by_whom(tmp_path: Path, tiny_target: Path, listening: i
     assert "pytest" in error.seen and "engine.port=0" in error.next
 
 
-def test_a_port_held_by_an_earlier_server_of_eyas(tmp_path: Path, tiny_target: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "stop"),
+    [
+        ("engine", "eyas serve stop /data/runs/other, or"),
+        ("serving", "eyas serve stop /data/runs/other --with-drafter, or"),
+        ("serving/without", "kill PID (a server that a stage measures), or"),
+        ("tune/drafts-3", "kill PID (a server that a stage measures), or"),
+    ],
+)
+def test_a_port_held_by_an_earlier_server_of_eyas(tmp_path: Path, tiny_target: Path, folder: str, stop: str) -> None:
     program = (
         "import socket, time\nheld = socket.socket()\nheld.bind(('127.0.0.1', 0))\nheld.listen()\n"
         "print(held.getsockname()[1], flush=True)\ntime.sleep(600)"
     )
-    mark, log = "/data/runs/other/engine:00000001", tmp_path / "log"
+    mark, log = f"/data/runs/other/{folder}:00000001", tmp_path / "log"
     held = process.launch([sys.executable, "-c", program], os.environ | {process.MARK: mark}, log)
     try:
         while not log.read_text():
             pass
         error = only_fault(stand_in_run(tmp_path, tiny_target, "", f"engine.port={int(log.read_text())}"))
-        assert error.next.startswith("eyas serve stop /data/runs/other, or")
+        assert error.next.startswith(stop.replace("PID", str(held.pid)))
     finally:
         process.end(held.pid, mark, 1)
 
@@ -200,6 +211,13 @@ def test_a_key_that_eyas_would_not_send(tmp_path: Path, tiny_target: Path) -> No
     assert error.seen == "engine.args holds --api-key" and "Eyas sends no key" in error.next
     run = stand_in_run(tmp_path, tiny_target, "", 'engine.args=["--api-key", "x"]', profile="serving")
     assert Facts(run).launch.flags[-2:] == ["--api-key", "x"]  # for users it is no fault
+
+
+def test_a_processor_without_ordered_stores(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    error = only_fault(stand_in_run(tmp_path, tiny_target))
+    assert error.seen == "this machine is aarch64" and "engine.kind=local" in error.next
+    assert list(faults(stand_in_run(tmp_path, tiny_target, profile="serving"))) == []
 
 
 def test_a_ring_too_small_for_rows(tmp_path: Path) -> None:
@@ -339,6 +357,8 @@ def test_gpu_memory_that_is_held_and_by_whom(tmp_path: Path, tiny_target: Path) 
     assert error.seen.startswith("GPU 0 (NVIDIA H200): 126 GB of 151 GB are held: ")
     assert f"process {os.getpid()} (" in error.seen and "126 GB" in error.seen
     assert "process 99999999 (of another container or user)" in error.seen
+    advised = shlex.split(error.next.partition("--set ")[2])[0]
+    assert list(faults(stand_in_run(tmp_path, tiny_target, "", "engine.device=cuda", advised))) == []
 
 
 @pytest.mark.usefixtures("smi")

@@ -257,6 +257,35 @@ def test_processes_of_a_server_whose_first_is_gone_are_orphans(tmp_path: Path, m
         process.end(0, mark, 0.1)
 
 
+@pytest.mark.parametrize("becomes", ["renamed", "another start's", "another version's"])
+def test_a_server_whose_folder_tells_nothing_lives_as_long_as_its_first_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    monkeypatch.setattr(leftovers, "_FRESH_S", -1.0)
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    mark = f"{folder}:{os.getpid():08x}"
+    started = start(SHELL, mark, tmp_path / "log")
+    state = ServerState("", 0, "", "", "", "", [""], "", "", "", [], {}, mark, started.pid, started.create_time())
+    texts = {"another start's": json.dumps(asdict(state) | {"mark": f"{folder}:0"}), "another version's": '{"old": 1}'}
+    if becomes in texts:
+        (folder / "server.json").write_text(texts[becomes])
+    else:
+        folder.rename(tmp_path / "moved")
+    wait_for(tmp_path / "log", "up")
+
+    def orphans() -> list[psutil.Process]:
+        return [one for one in leftovers.find_leftovers().orphans if process.mark_of_process(one) == mark]
+
+    try:
+        assert len(process.members(0, mark)) == 2 and orphans() == []
+        started.kill()
+        started.wait()
+        assert [one.name() for one in orphans()] == ["sleep"]
+    finally:
+        process.end(0, mark, 0.1)
+
+
 def test_shared_memory_is_told_by_inode(tmp_path: Path, mark: str) -> None:
     """A semaphore of multiprocessing is mapped under a name that is gone a moment later."""
     program = (

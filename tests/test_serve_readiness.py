@@ -1,5 +1,6 @@
 """Layers of readiness, each provoked: reached, never reached, died in, spun in; a stand-in server does it on demand."""
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -17,7 +18,7 @@ from helpers_serve import stand_in_run
 from typer.testing import CliRunner
 
 from eyas.cli import app, commands
-from eyas.engine import process, readiness
+from eyas.engine import process, readiness, server
 from eyas.engine.server import attach, serving, start_server, stop_server
 from eyas.engine.state import ServerState, load_state, save_state
 from eyas.engine.status import doctor_lines, server_died, status_lines
@@ -367,11 +368,55 @@ def test_a_server_is_stopped_whatever_became_of_the_recipe(tmp_path: Path, tiny_
         eyas("serve", "start", recipe, "--with-drafter")
 
 
+def test_the_state_of_another_version_is_told(tmp_path: Path, tiny_target: Path) -> None:
+    run = stand_in_run(tmp_path, tiny_target)
+    path = run.dir / "engine" / "server.json"
+    path.parent.mkdir(parents=True)
+    for text in ('{"pid": 1, "warmth": 3}', "{", "[]"):
+        path.write_text(text)
+        for call in (start_server, attach, stop_server, status_lines, doctor_lines):
+            with pytest.raises(EngineError, match="server.json: ") as error:
+                call(run)
+            assert error.value.next.endswith(f"rm {path}")
+
+
 def test_a_local_engine_has_no_server(tmp_path: Path, tiny_target: Path) -> None:
     stand_in_run(tmp_path, tiny_target)
     words = ["serve", "start", str(tmp_path / "recipe.toml"), "--set", "engine.kind=local"]
     with pytest.raises(RecipeError, match="there is no server"):
         CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_a_server_that_another_started_meanwhile_is_left_running(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen by nobody at first, and there once the lock is free: it is the other's."""
+    run = stand_in_run(tmp_path, tiny_target)
+    ended.append(run)
+    monkeypatch.setattr(server, "_layers", lambda watched, facts, state, watch: [("listening", watched.listening)])
+    starter = multiprocessing.get_context("fork").Process(target=_start, args=(run,))
+    starter.start()
+    deadline = time.monotonic() + 30
+    while not _locked(run):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert load_state(run) is None
+    with serving(run) as state:
+        assert state.pid
+    starter.join()
+    assert starter.exitcode == 0 and state.alive()
+
+
+def _locked(run: Run) -> bool:
+    path = run.dir / "engine" / "lock"
+    if not path.exists():
+        return False
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def test_who_waits_for_another_start_can_be_stopped(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:

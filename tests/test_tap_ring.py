@@ -3,6 +3,7 @@ is dead, slow or stopped holds the producer for long."""
 
 import errno
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -270,6 +271,13 @@ def test_a_ring_that_doesnt_fit_fails_when_it_is_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least"):
         Ring.create(str(tmp_path / "small"), 4096, Layout(7168, "bf16", "bf16"))
     assert not (tmp_path / "small").exists()
+
+
+def test_a_processor_without_ordered_stores_has_no_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(RingError, match="a ring on aarch64"):
+        Ring.create(str(tmp_path / "ring"), 1 << 20, Layout(48, "bf16", "bf16"))
+    assert not (tmp_path / "ring").exists()
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -173,15 +173,29 @@ def find_leftovers() -> Leftovers:
         and now - path.stat().st_ctime > _FRESH_S
     ]
     others = [str(path) for path in sorted(SHM.glob(_SGLANG)) if str(path) not in mapped]
-    dead = {mark for mark in set(marks.values()) - {""} if not _lives(mark)}
+    dead = {
+        mark for mark in set(marks.values()) - {""} if not _lives(mark, [pid for pid in marks if marks[pid] == mark])
+    }
     orphans = [one for one in everyone if marks[one.pid] in dead and now - one.create_time() > _FRESH_S]
     return Leftovers(rings, orphans, others)
 
 
-def _lives(mark: str) -> bool:
-    """Whether the first process of the start that this mark names is alive, by its run's server.json."""
-    state = read_state(Path(mark.rpartition(":")[0]) / STATE_FILE)
-    return state is not None and state.mark == mark and state.alive()
+def _lives(mark: str, pids: Iterable[int]) -> bool:
+    """Whether the first process of the start that this mark names is alive: by its run's server.json, or where that is
+    not there (its folder was renamed), or another start's or version's, by whether the first of a session is.
+
+    Args:
+        pids: of the processes that carry the mark.
+    """
+    with contextlib.suppress(EngineError):
+        state = read_state(Path(mark.rpartition(":")[0]) / STATE_FILE)
+        if state is not None and state.mark == mark:
+            return state.alive()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if psutil.pid_exists(os.getsid(pid)):
+                return True
+    return False
 
 
 def clean(found: Leftovers) -> list[str]:

@@ -4,6 +4,7 @@ Checks are in order of cost; the last asks the server's own argument parser, whi
 """
 
 import errno
+import platform
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from eyas.errors import EngineError, EyasError, RecipeError, StoreFull
 from eyas.need import Need, both_units, counted, room
 from eyas.progress import size
 from eyas.run import Run
-from eyas.tap.ring import HEADER_BYTES, Layout, least_capacity
+from eyas.tap.ring import HEADER_BYTES, ORDERED_MACHINES, Layout, least_capacity
 from eyas.target import Target, load_target
 
 SHM = Path("/dev/shm")
@@ -118,10 +119,17 @@ def check_model(facts: Facts) -> None:
 
 
 def check_ring(facts: Facts) -> None:
-    """The ring holds some rows, and /dev/shm and memory hold the ring."""
-    run = facts.run
+    """The processor keeps stores in order, the ring holds some rows, and /dev/shm and memory hold the ring."""
+    run, machine = facts.run, platform.machine()
     if not facts.launch.tap:
         return
+    if machine not in ORDERED_MACHINES:
+        raise EngineError(
+            f"this machine is {machine}",
+            expected=f"{', '.join(ORDERED_MACHINES)}: the ring needs a processor that shows stores in their order",
+            cause="GH200, GB200 and others with Arm cores may show a row's counter before the row",
+            next="--set engine.kind=local, or capture on another machine",
+        )
     wanted, least = run.recipe.capture.ring_bytes, least_capacity(facts.layout)
     if wanted < least:
         raise RecipeError(
@@ -217,7 +225,7 @@ def _port_held(run: Run, port: int) -> EngineError:
     pid, command = holder or (0, "")
     who = f"process {pid}: {command}" if pid else "a process that this user can't see (another user's or container's)"
     ours = process.mark_of(pid) if pid else ""
-    stop = stop_command(ours) or f"kill {pid}   # a server that a stage measures" if ours else ""
+    stop = stop_command(ours) or f"kill {pid} (a server that a stage measures)" if ours else ""
     return EngineError(
         f"port {port} is held by {who}",
         expected="a free port for the server",
@@ -264,7 +272,7 @@ def _gpu_held(gpu: Gpu, share: float, flag: str) -> EngineError:
         cause="another server, or what an earlier one left"
         if gpu.holders
         else "a process that died without its memory being given back, or one of another container",
-        next="end that process, or name free GPUs: --set engine.env.CUDA_VISIBLE_DEVICES=...",
+        next="end that process, or name free GPUs: --set 'engine.env.CUDA_VISIBLE_DEVICES=\"1\"'",
     )
 
 

@@ -47,14 +47,19 @@ def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
     Raises: EngineError, TargetError or RecipeError before the start for what preflight finds, after it with a
         diagnosis; Interrupted. What this call started is stopped then.
     """
+    return _start(run, stop)[0]
+
+
+def _start(run: Run, stop: Stop | None) -> tuple[ServerState, bool]:
+    """The run's server, ready, and whether this call launched it."""
     facts = Facts(run)
     with locked(run, stop):
-        state = _living(run, facts)
-        if state is None:
+        living = _living(run, facts)
+        if living is None:
             _clear_dead(run)
-            state = _launch(run, preflight(run))
+        state = living or _launch(run, preflight(run))
         _get_ready(run, facts, state, stop)
-        return state
+        return state, living is None
 
 
 def attach(run: Run, *, stop: Stop | None = None) -> ServerState | None:
@@ -85,12 +90,13 @@ def serving(run: Run, *, stop: Stop | None = None) -> Iterator[ServerState]:
             expected='a profile with purpose = "capture"',
             next="--set engine.profile=extraction",
         )
-    state = attach(run, stop=stop)
-    if state is not None:
+    state, ours = attach(run, stop=stop), False
+    if state is None:
+        state, ours = _start(run, stop)
+    if not ours:
         say(f"serve: using the server that runs at {state.url} (pid {state.pid})")
         yield state
         return
-    state = start_server(run, stop=stop)
     try:
         yield state
     finally:

@@ -18,7 +18,7 @@ from eyas.engine.client import EngineClient
 from eyas.engine.kinds import KINDS
 from eyas.engine.readiness import LAYERS
 from eyas.engine.ring import open_ring
-from eyas.errors import Interrupted
+from eyas.errors import EngineError, Interrupted
 from eyas.progress import say
 from eyas.run import Run
 from eyas.signals import Stop
@@ -137,11 +137,21 @@ def load_state(run: Run) -> ServerState | None:
 
 
 def read_state(path: Path) -> ServerState | None:
-    """A server.json; None where there is none."""
+    """A server.json; None where there is none.
+
+    Raises: EngineError where it is another version's.
+    """
     try:
         state = ServerState(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+    except (ValueError, TypeError) as error:
+        raise EngineError(
+            f"{path}: {error}",
+            expected="a server's state as this version of Eyas writes it",
+            cause="the server was started by another version, or the file was edited",
+            next=f'stop it with that version; if none runs (see "pid" in it): rm {shlex.quote(str(path))}',
+        ) from None
     state.family = [(pid, created) for pid, created in state.family]  # JSON has lists
     state.layers = {name: state.layers[name] for name in LAYERS if name in state.layers}  # JSON has them by name
     return state

@@ -5,7 +5,8 @@
     2048  the consumer's counters
 
 Nothing is locked between the processes: each counter has one writer, 8 aligned bytes are stored at once, and x86-64
-shows stores to other cores in the order in which they were made.
+shows stores to other cores in the order in which they were made. Elsewhere (aarch64) a reader might see `head` before
+the rows: no ring is made there.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from .block import Layout
 
 FORMAT = 1
+ORDERED_MACHINES = ("x86_64",)  # as platform.machine() names them
 HEADER_BYTES = 4096
 
 _MAGIC = b"EYASRING"

@@ -14,6 +14,7 @@ import fcntl
 import json
 import mmap
 import os
+import platform
 import struct
 import threading
 import time
@@ -22,10 +23,11 @@ from pathlib import Path
 import torch
 
 from .block import ALIGN, Block, Layout, Rows, Segment, Slot, place, row_bytes, table, up, view
-from .page import HEADER_BYTES, Counters, Page, RingError
+from .page import HEADER_BYTES, ORDERED_MACHINES, Counters, Page, RingError
 
 __all__ = [
     "HEADER_BYTES",
+    "ORDERED_MACHINES",
     "Block",
     "Counters",
     "Layout",
@@ -73,8 +75,11 @@ class Ring:
 
         Args:
             capacity_bytes: room for blocks, rounded up to whole pages; at least `least_capacity(layout)`.
-        Raises: OSError (ENOSPC, EEXIST); ValueError for a capacity too small.
+        Raises: OSError (ENOSPC, EEXIST); ValueError for a capacity too small; RingError on a processor that shows
+            stores to others in another order.
         """
+        if platform.machine() not in ORDERED_MACHINES:
+            raise RingError(f"{path}: a ring on {platform.machine()}; right on {', '.join(ORDERED_MACHINES)} alone")
         capacity = up(capacity_bytes, mmap.PAGESIZE)
         if capacity < least_capacity(layout):
             raise ValueError(f"a ring of {capacity_bytes} bytes; at least {least_capacity(layout)} for {layout}")
