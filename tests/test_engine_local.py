@@ -172,8 +172,8 @@ def test_unknown_layout(tiny_target: Path) -> None:
 
 
 def test_devices() -> None:
-    assert find_device("cpu") == torch.device("cpu")
+    assert find_device("cpu", "engine.device") == torch.device("cpu")
     with pytest.raises(EngineError, match="engine.device = 'gpu'"):
-        find_device("gpu")
+        find_device("gpu", "engine.device")
     with pytest.raises(EngineError, match="sees . CUDA devices"):
-        find_device("cuda:63")
+        find_device("cuda:63", "engine.device")

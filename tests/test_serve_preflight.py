@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_serve import stand_in_run
+from helpers_serve import make_stand_in, stand_in_run
 from helpers_tiny import make_tiny_target
 
 from eyas import fs
 from eyas.engine import find, process
 from eyas.engine import preflight as module
+from eyas.engine.drafting import serving_run
 from eyas.engine.preflight import Facts, check_ring, faults, preflight
 from eyas.errors import EngineError, EyasError, RecipeError, StoreFull, TargetError
 from eyas.run import Run
@@ -218,6 +219,28 @@ def test_a_processor_without_ordered_stores(tmp_path: Path, tiny_target: Path, m
     error = only_fault(stand_in_run(tmp_path, tiny_target))
     assert error.seen == "this machine is aarch64" and "engine.kind=local" in error.next
     assert list(faults(stand_in_run(tmp_path, tiny_target, profile="serving"))) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "seen", "next_step"),
+    [
+        ("serving.profile=fast", "serving.profile = 'fast'", ""),
+        ("serving.python=/nowhere/python", "serving.python = /nowhere/python", "--set serving.python="),
+        ("serving.host=192.0.2.1", "serving.host = 192.0.2.1", "--set serving.host="),
+        ('serving.args=["--dtype", "half"]', "serving.args holds --dtype", "say it with serving.dtype"),
+        ('serving.args=["--device", "cpu"]', "serving.args holds --device", "say it with engine.device"),
+        ('serving.args=["--tp-sise", "2"]', "(in serving.args)", ""),
+    ],
+)
+def test_what_serving_says_is_named_so(
+    tmp_path: Path, tiny_target: Path, override: str, seen: str, next_step: str
+) -> None:
+    """The server of [serving] is started by a run with that table in the place of [engine]."""
+    path = make_stand_in(tmp_path / "engine-0.5.23")
+    both = [override] if "python" not in override else [override, f"serving.env={{PYTHONPATH='{path}'}}"]
+    error = only_fault(serving_run(stand_in_run(tmp_path, tiny_target, "", *both), None))
+    assert seen in error.seen and next_step in error.next
+    assert "engine." not in str(error).replace("engine.device", "")
 
 
 def test_a_ring_too_small_for_rows(tmp_path: Path) -> None:

@@ -31,6 +31,12 @@ class Run:
         return Path(self.recipe.runs_dir) / f"{self.recipe.name}{suffix}"
 
     @property
+    def engine_table(self) -> str:
+        """The recipe's table that says how its server is started: what lies in [engine] of the recipe may be
+        [serving]'s (engine/drafting.py)."""
+        return "engine" if self.engine_folder == "engine" else "serving"
+
+    @property
     def has_own_store(self) -> bool:
         """Whether this run captures its store; False where the recipe names no data: the store was imported."""
         return bool(self.recipe.data.sources)

@@ -87,8 +87,7 @@ def _for_engine(run: Run, kind: Kind) -> tuple[Run, str]:
     engine = recipe.engine.model_copy(update={"device": device})
     run = dataclasses.replace(run, recipe=recipe.model_copy(update={"engine": engine, "serving": table}))
     if python:
-        serving = serving_run(run, None)
-        return run, find_engine(serving.recipe.engine).engines[serving_kind(run)]
+        return run, find_engine(serving_run(run, None)).engines[serving_kind(run)]
     return run, (recipe.export.sglang_version or "0.5.23") if kind == "sglang" else _VLLM
 
 

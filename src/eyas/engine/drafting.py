@@ -104,7 +104,7 @@ def find_drafting(run: Run, profile: str = "") -> Drafting:
 
     Raises: ExportError where there is no drafter yet; RecipeError for an unknown profile.
     """
-    table, tuned = run.recipe.serving, load_profile(profile or find_profile(run)).drafter
+    table, tuned = run.recipe.serving, load_profile(profile or find_profile(run), "serving").drafter
     folder = Path(table.drafter) if table.drafter else run.export_dir
     if not (folder / "config.json").is_file():
         raise ExportError(
@@ -139,7 +139,7 @@ def serving_run(run: Run, drafting: Drafting | None, *, profile: str = "", folde
 def _ranks(run: Run, kind: Kind, profile: str) -> list[str]:
     """Tensor parallel as engine.args has it, by this engine's name: a model that was captured on several GPUs doesn't
     fit on one. Nothing where serving.args or the profile says it, or engine.args doesn't."""
-    own = [*run.recipe.serving.args, *(entry.flag for entry in load_profile(profile).flags)]
+    own = [*run.recipe.serving.args, *(entry.flag for entry in load_profile(profile, "serving").flags)]
     words = [part for word in run.recipe.engine.args for part in word.split("=", 1)]
     given = [value for flag, value in pairwise(words) if flag in _TENSOR_PARALLEL]
     if not given or any(word.partition("=")[0] in _TENSOR_PARALLEL for word in own):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas.errors import EngineError, RecipeError
-from eyas.settings import Engine
+from eyas.run import Run
 
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 _USUAL_PLACES = ("/opt", "/opt/conda/envs", "~", "~/.venvs", "~/miniconda3/envs", "~/.cache/eyas/venvs")
@@ -73,48 +73,55 @@ def probe(python: Path, env: Mapping[str, str] | None = None) -> Interpreter:
         return Interpreter(python, {}, "its answer is not a Python interpreter's")
 
 
-def find_engine(table: Engine) -> Interpreter:
+def find_engine(run: Run) -> Interpreter:
     """engine.python, if it holds engine.kind; else an error that shows where the engines of this machine are.
 
     Raises: EngineError, RecipeError.
     """
-    name, title = table.kind, TITLES[table.kind]
-    if not table.python:
+    engine, table = run.recipe.engine, run.engine_table
+    name, title = engine.kind, TITLES[engine.kind]
+    if not engine.python:
         raise RecipeError(
-            "engine.python is empty",
+            f"{table}.python is empty",
             expected=f"the interpreter of the environment that holds {title}",
-            next=_elsewhere(name),
+            next=_elsewhere(name, table),
         )
-    if "/" not in table.python:
-        python = Path(shutil.which(table.python) or table.python)
+    if "/" not in engine.python:
+        python = Path(shutil.which(engine.python) or engine.python)
     else:
         # abspath, not resolve(): a virtual environment's python is a link to the one it was made from.
-        python = Path(os.path.abspath(Path(table.python).expanduser()))  # noqa: PTH100
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | table.env
+        python = Path(os.path.abspath(Path(engine.python).expanduser()))  # noqa: PTH100
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | engine.env
     found = probe(python, env)
     if found.fault:
         raise EngineError(
-            f"engine.python = {python}: {found.fault}", expected="a Python interpreter", next=_elsewhere(name, python)
+            f"{table}.python = {python}: {found.fault}",
+            expected="a Python interpreter",
+            next=_elsewhere(name, table, python),
         )
     if name not in found.engines:
         holds = ", ".join(f"{other} {version}" for other, version in found.engines.items()) or "no engine"
-        path = " PYTHONPATH of this shell is not passed on: say it in engine.env." if "PYTHONPATH" in os.environ else ""
+        path = (
+            f" PYTHONPATH of this shell is not passed on: say it in {table}.env." if "PYTHONPATH" in os.environ else ""
+        )
         raise EngineError(
             f"{python}: No module named {name} (it holds {holds})",
             expected=f"the interpreter of the environment that {title} is installed in",
             cause=f"another environment's or the system's Python.{path}",
-            next=_elsewhere(name, python),
+            next=_elsewhere(name, table, python),
         )
     return found
 
 
-def _elsewhere(name: str, asked: Path | None = None) -> str:
+def _elsewhere(name: str, table: str, asked: Path | None = None) -> str:
     """Which release of an engine other interpreters of this machine hold, as the next step."""
     usual = [path for place in _USUAL_PLACES for path in Path(place).expanduser().glob("*/bin/python")]
     places = [*find_interpreters(), *(probe(path) for path in usual[:_MOST_PROBES])]
     holders = {str(other.path): other.engines[name] for other in places if name in other.engines}
     holders.pop(str(asked), None)
     if not holders:
-        return f"no interpreter on PATH or in the usual places holds {TITLES[name]}; name one: --set engine.python=PATH"
+        return (
+            f"no interpreter on PATH or in the usual places holds {TITLES[name]}; name one: --set {table}.python=PATH"
+        )
     found = "; ".join(f"{path} holds {TITLES[name]} {version}" for path, version in holders.items())
-    return f"--set engine.python={next(iter(holders))}   ({found})"
+    return f"--set {table}.python={next(iter(holders))}   ({found})"

@@ -38,7 +38,7 @@ def read_flags(launch: Launch, port: int, cache: Path | None = None) -> dict[str
         raise EngineError(
             f"{launch.kind.title} {launch.version} refuses its flags: {answer['error']}",
             expected="flags as this release takes them",
-            next=f"mend engine.args; all flags: {_help(launch)}",
+            next=f"mend {launch.table}.args; all flags: {_help(launch)}",
         )
     if answer["unknown"]:
         raise _unknown(launch, str(answer["unknown"][0]), answer["known"])
@@ -84,7 +84,8 @@ def _unknown(launch: Launch, word: str, known: Sequence[str]) -> EngineError:
     name = word.partition("=")[0]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     place = next(
-        (f"profile {launch.profile.name}" for flag in launch.profile.flags if flag.flag == name), "engine.args"
+        (f"profile {launch.profile.name}" for flag in launch.profile.flags if flag.flag == name),
+        f"{launch.table}.args",
     )
     return EngineError(
         f"{launch.kind.title} {launch.version} does not know {word} (in {place})",

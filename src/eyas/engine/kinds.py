@@ -14,6 +14,6 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
     return (vllm if run.recipe.engine.kind == "vllm" else sglang).plan_launch(run, target, version)
 
 
-def check_release(kind: str, version: str) -> None:
+def check_release(kind: str, version: str, table: str) -> None:
     """Raises EngineError for a release that isn't supported."""
-    (vllm if kind == "vllm" else sglang).check_release(version)
+    (vllm if kind == "vllm" else sglang).check_release(version, table)

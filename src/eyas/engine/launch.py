@@ -64,6 +64,7 @@ class Launch:
         env: variables on top of `base_env`, without the tap's.
         tap_settings: what the tap of this kind is told beside what all are.
         cache_bytes: main memory for the KV cache on a CPU, as far as it is set by `env`.
+        table: of the recipe, that says all this: engine or serving.
     """
 
     kind: Kind
@@ -77,6 +78,7 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
     tap_settings: dict[str, Any] = field(default_factory=dict)
     cache_bytes: int = 0
+    table: str = "engine"
 
     @property
     def tap(self) -> bool:
@@ -100,11 +102,11 @@ def profile_flags(profile: Profile, kind: str, release: tuple[int, int, int]) ->
     return [word for entry in profile.flags_for(kind, release) for word in (entry.flag, entry.value) if word]
 
 
-def check_own_flags(own_flags: Mapping[str, str], args: Iterable[str]) -> None:
-    """Raises RecipeError for a flag of `engine.args` that a key of the recipe says.
+def check_own_flags(own_flags: Mapping[str, str], args: Iterable[str], table: str) -> None:
+    """Raises RecipeError for a flag of `args` that a key of the recipe says.
 
     Args:
-        own_flags: argument -> key.
+        own_flags: argument -> key; `{table}` in it stands for `table`, whose `args` these are.
     """
     for word in args:
         # argparse takes any unique beginning of a flag for the flag; vLLM takes --a_b for --a-b, and --a.key for a key
@@ -113,9 +115,9 @@ def check_own_flags(own_flags: Mapping[str, str], args: Iterable[str]) -> None:
         own = next((flag for flag in own_flags if len(name) > 3 and flag.startswith(name)), "")
         if own:
             raise RecipeError(
-                f"engine.args holds {name}",
+                f"{table}.args holds {name}",
                 expected="flags that no other key of the recipe sets",
-                next=f"take it out, and say it with {own_flags[own]}",
+                next=f"take it out, and say it with {own_flags[own].format(table=table)}",
             )
 
 

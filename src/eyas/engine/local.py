@@ -54,7 +54,7 @@ class LocalEngine:
 
     def __init__(self, target: Target, table: EngineTable, aux_layer_ids: Sequence[int]) -> None:
         check_weights(target)
-        self.device = find_device(table.device)
+        self.device = find_device(table.device, "engine.device")
         self.vocab_size = target.vocab_size
         self.aux_layer_ids = tuple(aux_layer_ids)
         self.decoder = find_decoder(load_model(target, getattr(torch, table.dtype)).to(self.device), target)
@@ -120,8 +120,13 @@ def entering(layers: nn.ModuleList, layer_ids: Sequence[int]) -> Iterator[dict[i
         yield entered
 
 
-def find_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises EngineError for a device that isn't there."""
+def find_device(name: str, key: str) -> torch.device:
+    """`auto` is CUDA where there is one.
+
+    Args:
+        key: of the recipe, that says `name`.
+    Raises: EngineError for a device that isn't there.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -129,12 +134,12 @@ def find_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise EngineError(f"engine.device = {name!r}", expected="auto, cpu, cuda or cuda:N", next="mend engine.device")
+        raise EngineError(f"{key} = {name!r}", expected="auto, cpu, cuda or cuda:N", next=f"mend {key}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise EngineError(
-            f"engine.device = {name!r}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices",
+            f"{key} = {name!r}, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices",
             cause="no GPU here, or a torch build without CUDA",
-            next="--set engine.device=auto",
+            next=f"--set {key}=auto",
         )
     return device
 

@@ -49,7 +49,7 @@ class Facts:
 
     @property
     def interpreter(self) -> Interpreter:
-        return self._once("interpreter", lambda: find_engine(self.run.recipe.engine))
+        return self._once("interpreter", lambda: find_engine(self.run))
 
     @property
     def version(self) -> str:
@@ -105,7 +105,7 @@ def faults(run: Run) -> Iterator[EyasError]:
 
 def check_engine(facts: Facts) -> None:
     """The engine is in that interpreter, of a release that is known."""
-    check_release(facts.run.recipe.engine.kind, facts.version)
+    check_release(facts.run.recipe.engine.kind, facts.version, facts.run.engine_table)
 
 
 def check_launch(facts: Facts) -> None:
@@ -199,28 +199,28 @@ def check_disk(facts: Facts) -> None:
 
 def check_port(facts: Facts) -> None:
     """The port can be bound; where not, who holds it."""
-    table = facts.run.recipe.engine
-    if ":" in table.host:
+    engine, table = facts.run.recipe.engine, facts.run.engine_table
+    if ":" in engine.host:
         raise RecipeError(
-            f"engine.host = {table.host}",
+            f"{table}.host = {engine.host}",
             expected="a name or an IPv4 address: no server was ever asked through IPv6 here",
-            next="--set engine.host=127.0.0.1",
+            next=f"--set {table}.host=127.0.0.1",
         )
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the engines' own servers do
         try:
-            trial.bind((table.host, table.port))
+            trial.bind((engine.host, engine.port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RecipeError(
-                    f"engine.host = {table.host}, engine.port = {table.port}: {error.strerror}",
+                    f"{table}.host = {engine.host}, {table}.port = {engine.port}: {error.strerror}",
                     expected="an address of this machine, and a port above 1023 for an ordinary user",
-                    next="--set engine.host=127.0.0.1 --set engine.port=0",
+                    next=f"--set {table}.host=127.0.0.1 --set {table}.port=0",
                 ) from None
-            raise _port_held(facts.run, table.port) from None
+            raise _port_held(table, engine.port) from None
 
 
-def _port_held(run: Run, port: int) -> EngineError:
+def _port_held(table: str, port: int) -> EngineError:
     holder = process.port_holder(port)
     pid, command = holder or (0, "")
     who = f"process {pid}: {command}" if pid else "a process that this user can't see (another user's or container's)"
@@ -232,7 +232,7 @@ def _port_held(run: Run, port: int) -> EngineError:
         cause="a server of an earlier start still runs"
         if ours or any(kind in command for kind in TITLES)
         else "another program serves there",
-        next=f"{stop + ', or ' if stop else ''}--set engine.port=0 (any free port)",
+        next=f"{stop + ', or ' if stop else ''}--set {table}.port=0 (any free port)",
     )
 
 
@@ -248,19 +248,19 @@ def check_gpus(facts: Facts) -> None:
         raise EngineError(
             f"{len(seen)} GPUs are visible; the server wants {count}, from number {first}",
             cause=f"{_flag(kind.ranks)} is larger than this machine, or CUDA_VISIBLE_DEVICES hides some",
-            next=f"mend {_flag(kind.ranks)} in engine.args",
+            next=f"mend {_flag(kind.ranks)} in {facts.run.engine_table}.args",
         )
     share = float(flags.get(kind.memory_share) or _DEFAULT_GPU_SHARE)
     for gpu in seen[first : first + count]:
         if gpu.total_bytes - gpu.used_bytes < share * gpu.total_bytes:
-            raise _gpu_held(gpu, share, _flag(kind.memory_share))
+            raise _gpu_held(gpu, share, _flag(kind.memory_share), facts.run.engine_table)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _gpu_held(gpu: Gpu, share: float, flag: str) -> EngineError:
+def _gpu_held(gpu: Gpu, share: float, flag: str, table: str) -> EngineError:
     def told(pid: int, amount: int) -> str:
         command = process.command_of(pid)
         return f"process {pid} ({command or 'of another container or user'}) {size(amount)}"
@@ -272,7 +272,7 @@ def _gpu_held(gpu: Gpu, share: float, flag: str) -> EngineError:
         cause="another server, or what an earlier one left"
         if gpu.holders
         else "a process that died without its memory being given back, or one of another container",
-        next="end that process, or name free GPUs: --set 'engine.env.CUDA_VISIBLE_DEVICES=\"1\"'",
+        next=f"end that process, or name free GPUs: --set '{table}.env.CUDA_VISIBLE_DEVICES=\"1\"'",
     )
 
 

@@ -97,9 +97,11 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
-def load_profile(name: str) -> Profile:
+def load_profile(name: str, table: str = "engine") -> Profile:
     """A profile by name, or by the path of its TOML file.
 
+    Args:
+        table: of the recipe, that names it.
     Raises: RecipeError for an unknown name, an unreadable file, or a flag without a reason.
     """
     if name in profile_names():
@@ -108,7 +110,7 @@ def load_profile(name: str) -> Profile:
         text = Path(name).expanduser().read_text(encoding="utf-8")
     else:
         raise RecipeError(
-            f"engine.profile = {name!r}: no such profile",
+            f"{table}.profile = {name!r}: no such profile",
             expected=f"{', '.join(profile_names())}, or a TOML file of your own",
             next="eyas serve profiles   # lists and explains them",
         )
@@ -116,7 +118,7 @@ def load_profile(name: str) -> Profile:
         return Profile.model_validate({"name": Path(name).stem} | tomllib.loads(text))
     except (ValidationError, tomllib.TOMLDecodeError) as error:
         raise RecipeError(
-            f"engine.profile = {name!r}: {error}", expected=f"the form of {_FOLDER / 'extraction.toml'}"
+            f"{table}.profile = {name!r}: {error}", expected=f"the form of {_FOLDER / 'extraction.toml'}"
         ) from None
 
 

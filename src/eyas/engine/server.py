@@ -155,11 +155,11 @@ def _end(run: Run, state: ServerState) -> list[str]:
 def _settings(facts: Facts) -> dict[str, Any]:
     recipe, target, launch = facts.run.recipe, facts.target, facts.launch
     settings: dict[str, Any] = {
-        "engine.python": launch.python,
+        f"{launch.table}.python": launch.python,
         launch.kind.title: launch.version,
         "flags": launch.flags,
     }
-    settings |= {"engine.host": launch.host, "engine.env": launch.env, "target": target.model_digest}
+    settings |= {f"{launch.table}.host": launch.host, f"{launch.table}.env": launch.env, "target": target.model_digest}
     if launch.tap:
         settings |= {
             "capture.ring_bytes": recipe.capture.ring_bytes,
@@ -201,7 +201,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
     fs.make_folder(folder)
     if not (run.dir / "recipe.toml").exists():
         save_recipe(run)
-    port = run.recipe.engine.port or free_port(launch.host)
+    port = run.recipe.engine.port or free_port(launch.host, launch.table)
     ring = ring_path(run.dir.name, token) if launch.tap else ""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     state = ServerState(
@@ -327,7 +327,7 @@ def _test_states(facts: Facts, state: ServerState, watch: Callable[[], None]) ->
     return True
 
 
-def free_port(host: str) -> int:
+def free_port(host: str, table: str = "engine") -> int:
     """A port that nobody listens on, below those that the system deals out (from 32768 on Linux): another program's
     connection can't take it meanwhile, and SGLang adds 10000 to it for a port of its own (0.5.14: "SGLANG_GRPC_PORT
     (70927) must be between 1 and 65535")."""
@@ -337,6 +337,6 @@ def free_port(host: str) -> int:
             return port
     raise EngineError(
         f"no free port from {_PORTS.start} to {_PORTS.stop - 1} on {host}",
-        cause="engine.host is no address of this machine, or thousands of servers run",
-        next="name one: --set engine.port=PORT",
+        cause=f"{table}.host is no address of this machine, or thousands of servers run",
+        next=f"name one: --set {table}.port=PORT",
     )

@@ -24,16 +24,16 @@ _CONVENTION = dict.fromkeys(
     ("llama", "mistral", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25", "gpt_oss"), "DFLASH"
 ) | {"qwen2": "EAGLE3"}
 
-# Flags that the recipe says elsewhere: argument -> key.
+# Flags that the recipe says elsewhere: argument -> key; of [engine], or of [serving] in its place.
 OWN_FLAGS = {
     "--model-path": "target.path",
     "--model": "target.path",
     "--trust-remote-code": "target.trust_remote_code",
-    "--dtype": "engine.dtype",
+    "--dtype": "{table}.dtype",
     "--device": "engine.device",
-    "--host": "engine.host",
-    "--port": "engine.port",
-    "--config": "engine.args, one by one: what a file of flags holds can't be checked beforehand",
+    "--host": "{table}.host",
+    "--port": "{table}.port",
+    "--config": "{table}.args, one by one: what a file of flags holds can't be checked beforehand",
     "--enable-return-aux-hidden-states": "drafter.aux_layer_ids",
     "--return-aux-hidden-state-layer-ids": "drafter.aux_layer_ids",
 }
@@ -95,9 +95,10 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
     Raises: EngineError for a release outside 0.5.11 to 0.5.23; RecipeError for a flag that another key says, or a
         device that a server can't be given.
     """
-    table, profile, release = run.recipe.engine, load_profile(run.recipe.engine.profile), check_release(version)
+    table, release = run.recipe.engine, check_release(version, run.engine_table)
+    profile = load_profile(table.profile, run.engine_table)
     capture, device = profile.purpose == "capture", server_device(table)
-    check_own_flags(OWN_FLAGS | NO_CAPTURE_FLAGS if capture else OWN_FLAGS, table.args)
+    check_own_flags(OWN_FLAGS | NO_CAPTURE_FLAGS if capture else OWN_FLAGS, table.args, run.engine_table)
     flags = ["--model-path", str(target.path), "--dtype", table.dtype, "--random-seed", "0"]
     flags += ["--trust-remote-code"] if target.trust_remote_code else []
     flags += ["--device", device] if device else []
@@ -109,7 +110,9 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
     aux = aux_flags(ids, target.model_type, release) if capture else []
     env = profile.env_for("sglang") | dict(table.env)
     told = {"rid_prefix": RID_PREFIX, "official_flag": bool(aux)}
-    return Launch(SGLANG, table.python, version, release, profile, device, table.host, flags + aux, env, told)
+    return Launch(
+        SGLANG, table.python, version, release, profile, device, table.host, flags + aux, env, told, 0, run.engine_table
+    )
 
 
 def aux_flags(aux_layer_ids: list[int], model_type: str, release: tuple[int, int, int]) -> list[str]:
@@ -126,15 +129,15 @@ def aux_flags(aux_layer_ids: list[int], model_type: str, release: tuple[int, int
     return [*flags, "--return-aux-hidden-state-layer-ids", *theirs]
 
 
-def check_release(version: str) -> tuple[int, int, int]:
+def check_release(version: str, table: str = "engine") -> tuple[int, int, int]:
     """ "0.5.14.post1" -> (0, 5, 14). Raises EngineError outside 0.5.11 to 0.5.23."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)(?![0-9])", version)
     release = (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
     if not OLDEST <= release <= NEWEST:
         raise EngineError(
-            f"SGLang {version} in engine.python",
+            f"SGLang {version} in {table}.python",
             expected="0.5.11 to 0.5.23: where the tap's hook points and layer-id rules are known",
             cause="older releases have no plugins, newer ones were not looked at",
-            next="name an environment with one of those: --set engine.python=PATH",
+            next=f"name an environment with one of those: --set {table}.python=PATH",
         )
     return release

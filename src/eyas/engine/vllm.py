@@ -29,10 +29,10 @@ _LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
 OWN_FLAGS = {
     "--model": "target.path",
     "--trust-remote-code": "target.trust_remote_code",
-    "--dtype": "engine.dtype",
-    "--host": "engine.host",
-    "--port": "engine.port",
-    "--config": "engine.args, one by one: what a file of flags holds can't be checked beforehand",
+    "--dtype": "{table}.dtype",
+    "--host": "{table}.host",
+    "--port": "{table}.port",
+    "--config": "{table}.args, one by one: what a file of flags holds can't be checked beforehand",
 }
 CAPTURE_FLAGS = {
     "--max-model-len": "data.max_tokens",
@@ -89,9 +89,10 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
     Raises: EngineError for a release outside 0.27.0 to 0.33.0 or a family that vLLM can't give states of; RecipeError
         for a flag that another key says, or samples longer than the target's context; TargetError.
     """
-    table, profile, release = run.recipe.engine, load_profile(run.recipe.engine.profile), check_release(version)
+    table, release = run.recipe.engine, check_release(version, run.engine_table)
+    profile = load_profile(table.profile, run.engine_table)
     capture, device = profile.purpose == "capture", server_device(table)
-    check_own_flags(OWN_FLAGS | CAPTURE_FLAGS if capture else OWN_FLAGS, table.args)
+    check_own_flags(OWN_FLAGS | CAPTURE_FLAGS if capture else OWN_FLAGS, table.args, run.engine_table)
     flags = [str(target.path), "--dtype", table.dtype, "--seed", "0"]
     flags += ["--trust-remote-code"] if target.trust_remote_code else []
     flags += ["--max-model-len", str(context_tokens(run, target))] if capture else []
@@ -113,7 +114,8 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
         flags += capture_flags(target, ids)
         path, tensor, eps = final_norm(target)
         told = {"norm_file": str(path), "norm_tensor": tensor, "norm_eps": eps}
-    return Launch(VLLM, table.python, version, release, profile, device, table.host, flags, env, told, cache)
+    at = table.python, version, release, profile, device, table.host
+    return Launch(VLLM, *at, flags, env, told, cache, run.engine_table)
 
 
 def capture_flags(target: Target, aux_layer_ids: list[int]) -> list[str]:
@@ -169,15 +171,15 @@ def cache_bytes(run: Run, target: Target) -> int:
     return -(-tokens * (keys + 4 * target.hidden_size) * width >> 30) << 30
 
 
-def check_release(version: str) -> tuple[int, int, int]:
+def check_release(version: str, table: str = "engine") -> tuple[int, int, int]:
     """ "0.32.0+cpu" -> (0, 32, 0). Raises EngineError outside 0.27.0 to 0.33.0."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)(?![0-9])", version)
     release = (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
     if not OLDEST <= release <= NEWEST:
         raise EngineError(
-            f"vLLM {version} in engine.python",
+            f"vLLM {version} in {table}.python",
             expected="0.27.0 to 0.33.0: where what the tap stands on is known",
             cause="older releases hand states over in another way, newer ones were not looked at",
-            next="name an environment with one of those: --set engine.python=PATH",
+            next=f"name an environment with one of those: --set {table}.python=PATH",
         )
     return release

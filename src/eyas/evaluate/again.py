@@ -60,7 +60,7 @@ def load_reference(run: Run, target: Target) -> Reference:
 
     Raises: TrainError where it can't be read; RecipeError where the run exported none.
     """
-    device = find_device(run.recipe.train.device)
+    device = find_device(run.recipe.train.device, "train.device")
     head = load_target_head(target, torch.float32, device)
     if run.recipe.serving.drafter:
         folder = Path(run.recipe.serving.drafter)

@@ -42,7 +42,7 @@ def execute(run: Run) -> Result:
     train = load_record(run.dir, "train")
     assert train is not None, "run_stage has looked"
     folder = run.train_dir / train.counts["checkpoint"]
-    device = find_device(run.recipe.train.device)
+    device = find_device(run.recipe.train.device, "train.device")
     drafter = load_drafter(folder).to(device)
     reader = StoreReader(run.store_url)
     refs = reader.samples("heldout")

@@ -51,7 +51,7 @@ class _Tuning:
     def __init__(self, run: Run, choices: Choices, minutes: float, streams: int, most: int, stop: Stop) -> None:
         self._run, self._choices, self._kind = run, choices, serving_kind(run)
         self._budget_s, self._streams, self._stop = minutes * 60, streams, stop
-        self._base = load_profile(run.recipe.serving.profile or SERVING)
+        self._base = load_profile(run.recipe.serving.profile or SERVING, "serving")
         self._bench, self._folder = Bench(run, stop), run.dir / "tune"
         left_out = ("serving.profile", "serving.repeats", PROFILE)  # the base is part of the key
         key = {name: value for name, value in inputs(run).items() if name not in left_out}

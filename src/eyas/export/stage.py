@@ -117,7 +117,7 @@ def check_served(run: Run) -> None:
     if run.recipe.serving.drafter:
         return
     kind = serving_kind(run)
-    release = find_engine(serving_run(run, None).recipe.engine).engines[kind]
+    release = find_engine(serving_run(run, None)).engines[kind]
     target = load_target(run.recipe.target)
     drafter = _trained_shape(run, target)
     faults = check_folder(

@@ -77,7 +77,7 @@ def _own_device(table: Train) -> torch.device:
 
     Raises: TrainError where there are fewer.
     """
-    device = find_device(table.device)
+    device = find_device(table.device, "train.device")
     if device.type != "cuda":
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
