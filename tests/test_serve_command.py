@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from eyas.cli import app, commands
 from eyas.engine.launch import base_env
 from eyas.engine.profile import Profile, load_profile, profile_names
-from eyas.engine.sglang import aux_flags, check_release, plan_launch
+from eyas.engine.sglang import SGLANG, aux_flags, plan_launch
 from eyas.errors import EngineError, RecipeError
 from eyas.target import load_target
 
@@ -48,7 +48,7 @@ def test_flags_by_release(tmp_path: Path, tiny_target: Path, version: str, has: 
 @pytest.mark.parametrize("version", ["0.5.10", "0.5.24", "0.4.10.post2", "1.0.0", "main", "0.5.2"])
 def test_other_releases_are_refused(version: str) -> None:
     with pytest.raises(EngineError, match="SGLang") as error:
-        check_release(version)
+        SGLANG.check_release(version, "engine")
     assert "0.5.11 to 0.5.23" in error.value.expected
 
 

@@ -67,13 +67,13 @@ def test_releases_that_take_a_steps_log_probabilities_at_once_take_shorter_steps
 @pytest.mark.parametrize("version", ["0.26.0", "0.34.0", "0.10.2", "1.0.0", "main"])
 def test_other_releases_are_refused(version: str) -> None:
     with pytest.raises(EngineError, match="vLLM") as error:
-        vllm.check_release(version)
+        vllm.VLLM.check_release(version, "engine")
     assert "0.27.0 to 0.33.0" in error.value.expected
 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.32.0+cpu", "0.33.0", "0.30.1.post1"])
 def test_releases_that_are_taken(version: str) -> None:
-    assert vllm.OLDEST <= vllm.check_release(version) <= vllm.NEWEST
+    assert vllm.VLLM.releases.find(version) == vllm.VLLM.check_release(version, "engine")
 
 
 @pytest.mark.parametrize(

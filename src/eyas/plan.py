@@ -10,8 +10,8 @@ from pathlib import Path
 from eyas import fs
 from eyas.data.presets import PRESETS
 from eyas.data.read import source_files
-from eyas.engine.leftovers import SHM
 from eyas.engine.preflight import Facts, faults
+from eyas.engine.ring import SHM
 from eyas.errors import DataError, EyasError, RecipeError, StoreFull, TargetError
 from eyas.need import Need, both_units, counted, room
 from eyas.run import Run

@@ -6,12 +6,11 @@ drafter's config before it captures; DeepSeek's class (Kimi too) stopped adding 
 `set_eagle3_layers_to_capture` of SGLang 0.5.14 and 0.5.23; in between by release notes and PR dates.
 """
 
-import re
 from collections.abc import Sequence
 
 from eyas.errors import ExportError
+from eyas.tap.releases import SGLANG, Release
 
-SGLANG_OLDEST, SGLANG_NEWEST = (0, 5, 11), (0, 5, 23)
 _DEEPSEEK_RAW_FROM = (0, 5, 13)
 _GPT_OSS_LAST_RAW_FROM = (0, 5, 17)
 _ADDS_ONE = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
@@ -57,14 +56,13 @@ def sglang_captures(listed: Sequence[int], model_type: str, version: str, num_la
     return sorted(ids if raw else [layer + 1 for layer in ids])
 
 
-def sglang_release(text: str) -> tuple[int, int, int]:
+def sglang_release(text: str) -> Release:
     """ "0.5.13.post1" -> (0, 5, 13). Raises ExportError outside 0.5.11 to 0.5.23."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?![0-9])", text)
-    release = (int(match[1]), int(match[2]), int(match[3])) if match else None
-    if release is None or not SGLANG_OLDEST <= release <= SGLANG_NEWEST:
+    release = SGLANG.find(text)
+    if release is None:
         raise ExportError(
             f"export.sglang_version = {text!r}",
-            expected="0.5.11 to 0.5.23: the releases whose layer-id rules are known",
+            expected=f"{SGLANG}: the releases whose layer-id rules are known",
             next="--set export.sglang_version=0.5.23, and serve with that release",
         )
     return release

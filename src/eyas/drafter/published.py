@@ -23,8 +23,9 @@ from torch import Tensor
 
 from eyas import fs
 from eyas.drafter.eagle3 import NORM_SWITCHES, DrafterConfig
-from eyas.drafter.layer_ids import SGLANG_NEWEST, sglang_captures
+from eyas.drafter.layer_ids import sglang_captures
 from eyas.errors import ExportError, TrainError
+from eyas.tap.releases import SGLANG
 from eyas.target import Target, named_rope
 
 _RENAMED = (
@@ -149,7 +150,7 @@ def _layer_ids(keys: dict[str, Any], target: Target) -> tuple[list[int], list[st
     if not nested:
         ids = target.default_aux_layer_ids()
         return ids, [f"its config names no aux layers: {ids}, which both engines capture then, are taken"]
-    version = str(eagle.get("sglang_version") or ".".join(map(str, SGLANG_NEWEST)))
+    version = str(eagle.get("sglang_version") or ".".join(map(str, SGLANG.newest)))
     try:
         ids = sglang_captures(nested, target.model_type, version, target.num_layers)
     except ExportError as error:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.errors import EngineError
+from eyas.tap.releases import SGLANG
 
 # What passes by itself: a server that is overloaded, warming up or shutting down, or a lost connection.
 _TRANSIENT_STATUSES = (408, 429, 500, 502, 503, 504)
@@ -149,7 +150,7 @@ class SGLangClient(EngineClient):
             raise EngineError(
                 f"{self.url}/server_info: {type(error).__name__}: {error}",
                 expected="version, max_req_input_len, chunked_prefill_size, dtype, load_format, disable_radix_cache",
-                cause="another kind of server, or a release of SGLang outside 0.5.11 to 0.5.23",
+                cause=f"another kind of server, or a release of SGLang outside {SGLANG}",
             ) from None
         if prefix_cache:
             raise EngineError(
@@ -183,7 +184,7 @@ class SGLangClient(EngineClient):
             raise EngineError(
                 f"{self.url}/generate: {type(error).__name__}: {error}",
                 expected="meta_info with finish_reason and prompt_tokens, and one output id",
-                cause="another kind of server, or a release of SGLang outside 0.5.11 to 0.5.23",
+                cause=f"another kind of server, or a release of SGLang outside {SGLANG}",
             ) from None
         wanted = 0 if logprobs_from is None else tokens - 1 - logprobs_from
         if read != tokens or len(logprobs) != wanted:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eyas.engine.drafting import Drafting, Kind, find_drafting, serving_kind, serving_run
 from eyas.engine.find import find_engine
-from eyas.engine.kinds import KINDS, plan_launch
+from eyas.engine.kinds import KINDS
 from eyas.engine.launch import Launch
 from eyas.run import Run
 from eyas.target import Target, load_target
@@ -92,7 +92,8 @@ def _for_engine(run: Run, kind: Kind) -> tuple[Run, str]:
 
 
 def _launch(run: Run, drafting: Drafting, target: Target, version: str) -> Launch:
-    return plan_launch(serving_run(run, drafting), target, version)
+    serving = serving_run(run, drafting)
+    return KINDS[serving.recipe.engine.kind].plan_launch(serving, target, version)
 
 
 def _parted(env: dict[str, str]) -> tuple[dict[str, str], list[str]]:

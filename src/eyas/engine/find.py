@@ -10,8 +10,8 @@ from pathlib import Path
 
 from eyas.errors import EngineError, RecipeError
 from eyas.run import Run
+from eyas.tap.releases import RELEASES
 
-TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 _USUAL_PLACES = ("/opt", "/opt/conda/envs", "~", "~/.venvs", "~/miniconda3/envs", "~/.cache/eyas/venvs")
 _MOST_PROBES = 20
 _PROBE_S = 10
@@ -19,7 +19,7 @@ _PROBE_S = 10
 _PROBE = f"""
 import importlib.metadata as metadata, importlib.util as util, json
 found = {{}}
-for name in {tuple(TITLES)!r}:
+for name in {tuple(RELEASES)!r}:
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -79,7 +79,7 @@ def find_engine(run: Run) -> Interpreter:
     Raises: EngineError, RecipeError.
     """
     engine, table = run.recipe.engine, run.engine_table
-    name, title = engine.kind, TITLES[engine.kind]
+    name, title = engine.kind, RELEASES[engine.kind].title
     if not engine.python:
         raise RecipeError(
             f"{table}.python is empty",
@@ -119,9 +119,8 @@ def _elsewhere(name: str, table: str, asked: Path | None = None) -> str:
     places = [*find_interpreters(), *(probe(path) for path in usual[:_MOST_PROBES])]
     holders = {str(other.path): other.engines[name] for other in places if name in other.engines}
     holders.pop(str(asked), None)
+    title = RELEASES[name].title
     if not holders:
-        return (
-            f"no interpreter on PATH or in the usual places holds {TITLES[name]}; name one: --set {table}.python=PATH"
-        )
-    found = "; ".join(f"{path} holds {TITLES[name]} {version}" for path, version in holders.items())
+        return f"no interpreter on PATH or in the usual places holds {title}; name one: --set {table}.python=PATH"
+    found = "; ".join(f"{path} holds {title} {version}" for path, version in holders.items())
     return f"--set {table}.python={next(iter(holders))}   ({found})"

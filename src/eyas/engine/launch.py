@@ -9,7 +9,10 @@ from typing import Any
 from eyas.engine.client import EngineClient
 from eyas.engine.profile import Profile
 from eyas.errors import EngineError, RecipeError
+from eyas.run import Run
 from eyas.settings import Engine
+from eyas.tap.releases import Release, Releases
+from eyas.target import Target
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Kind:
 
     Attributes:
         name: as engine.kind and as its package is named.
-        title: as it is written.
+        releases: in which what the tap stands on is known.
         entry: words after the interpreter that start a server.
         model_after: the word of a command line after which the model's folder stands.
         wrong_for_capture: values under which a row's states are wrong or missing, as the server's own parser names
@@ -30,10 +33,11 @@ class Kind:
         loaded_event: of the tap: every rank tells it once its model is loaded, before the first forward pass.
         weights_line, ready_line: what the log says once weights are loaded, and once it is ready for requests.
         client: made of a server's URL and its tap's events file.
+        plan_launch: the command of a run's server, of its target and the engine's version.
     """
 
     name: str
-    title: str
+    releases: Releases
     entry: tuple[str, ...]
     model_after: str
     wrong_for_capture: Mapping[str, tuple[Any, str]]
@@ -46,6 +50,29 @@ class Kind:
     weights_line: str
     ready_line: str
     client: Callable[[str, Path], EngineClient]
+    plan_launch: "Callable[[Run, Target, str], Launch]"
+
+    @property
+    def title(self) -> str:
+        """As it is written."""
+        return self.releases.title
+
+    def check_release(self, version: str, table: str) -> Release:
+        """The version's three numbers.
+
+        Args:
+            table: of the recipe, whose `python` holds it.
+        Raises: EngineError outside `releases`.
+        """
+        release = self.releases.find(version)
+        if release is None:
+            raise EngineError(
+                f"{self.title} {version} in {table}.python",
+                expected=f"{self.releases}: where what the tap stands on is known",
+                cause="older releases lack some of it, newer ones were not looked at",
+                next=f"name an environment with one of those: --set {table}.python=PATH",
+            )
+        return release
 
     def model_of(self, command: list[str]) -> str:
         """The model's folder in a command line of this kind."""
@@ -70,7 +97,7 @@ class Launch:
     kind: Kind
     python: str
     version: str
-    release: tuple[int, int, int]
+    release: Release
     profile: Profile
     device: str
     host: str
@@ -97,7 +124,7 @@ class Launch:
 NO_CAPTURE_FLAGS = {"--api-key": "engine.host: only this machine reaches 127.0.0.1, and Eyas sends no key"}
 
 
-def profile_flags(profile: Profile, kind: str, release: tuple[int, int, int]) -> list[str]:
+def profile_flags(profile: Profile, kind: str, release: Release) -> list[str]:
     """The profile's flags for one release of one kind of engine, as words."""
     return [word for entry in profile.flags_for(kind, release) for word in (entry.flag, entry.value) if word]
 

@@ -17,11 +17,11 @@ import psutil
 from eyas import fs
 from eyas.engine import process
 from eyas.engine.gpu import Gpu, gpus
+from eyas.engine.ring import SHM
 from eyas.engine.state import STATE_FILE, read_state
 from eyas.errors import EngineError
 from eyas.progress import size
 
-SHM = Path("/dev/shm")
 _RING = re.compile(r"eyas-(\d+)-.*-([0-9a-f]{8})\.ring$")
 _SGLANG = "sglang_loads_*.shm"
 _FRESH_S = 60.0  # a ring, and a process, are there before it is noted whose they are

@@ -14,11 +14,12 @@ import psutil
 
 from eyas import fs
 from eyas.engine import process
-from eyas.engine.find import TITLES, Interpreter, find_engine
+from eyas.engine.find import Interpreter, find_engine
 from eyas.engine.flags import read_flags
 from eyas.engine.gpu import Gpu, gpus, visible
-from eyas.engine.kinds import check_release, plan_launch
-from eyas.engine.launch import Launch, base_env
+from eyas.engine.kinds import KINDS
+from eyas.engine.launch import Kind, Launch, base_env
+from eyas.engine.ring import SHM
 from eyas.engine.state import stop_command
 from eyas.engine.weights import check_weight_files
 from eyas.errors import EngineError, EyasError, RecipeError, StoreFull
@@ -28,7 +29,6 @@ from eyas.run import Run
 from eyas.tap.ring import HEADER_BYTES, ORDERED_MACHINES, Layout, least_capacity
 from eyas.target import Target, load_target
 
-SHM = Path("/dev/shm")
 _HOST_BYTES = 3 << 30  # what an engine's processes take beside the model: 2 to 3 GB seen with SmolLM2
 _DEFAULT_GPU_SHARE = 0.8  # engines take 0.8 to 0.92 of a GPU by themselves
 
@@ -48,6 +48,10 @@ class Facts:
         return self._once("target", lambda: load_target(self.run.recipe.target))
 
     @property
+    def kind(self) -> Kind:
+        return KINDS[self.run.recipe.engine.kind]
+
+    @property
     def interpreter(self) -> Interpreter:
         return self._once("interpreter", lambda: find_engine(self.run))
 
@@ -58,7 +62,7 @@ class Facts:
 
     @property
     def launch(self) -> Launch:
-        return self._once("launch", lambda: plan_launch(self.run, self.target, self.version))
+        return self._once("launch", lambda: self.kind.plan_launch(self.run, self.target, self.version))
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def faults(run: Run) -> Iterator[EyasError]:
 
 def check_engine(facts: Facts) -> None:
     """The engine is in that interpreter, of a release that is known."""
-    check_release(facts.run.recipe.engine.kind, facts.version, facts.run.engine_table)
+    facts.kind.check_release(facts.version, facts.run.engine_table)
 
 
 def check_launch(facts: Facts) -> None:
@@ -230,7 +234,7 @@ def _port_held(table: str, port: int) -> EngineError:
         f"port {port} is held by {who}",
         expected="a free port for the server",
         cause="a server of an earlier start still runs"
-        if ours or any(kind in command for kind in TITLES)
+        if ours or any(kind in command for kind in KINDS)
         else "another program serves there",
         next=f"{stop + ', or ' if stop else ''}--set {table}.port=0 (any free port)",
     )

@@ -1,7 +1,11 @@
 """A server's ring as it is opened on this side: what stands in the way is told with its next step."""
 
+from pathlib import Path
+
 from eyas.errors import EngineError
 from eyas.tap.ring import Ring, RingError
+
+SHM = Path("/dev/shm")  # where rings lie
 
 
 def open_ring(path: str, stop: str) -> Ring:

@@ -4,19 +4,18 @@ Releases 0.5.11 to 0.5.23. Flags come from four places: the recipe's own keys, t
 profile, and `engine.args`, which stand last and win where SGLang lets them.
 """
 
-import re
 from typing import Any
 
 from eyas.engine.client import SGLangClient
 from eyas.engine.launch import NO_CAPTURE_FLAGS, Kind, Launch, check_own_flags, profile_flags, server_device
 from eyas.engine.profile import load_profile
-from eyas.errors import EngineError
 from eyas.run import Run
+from eyas.tap import releases
 from eyas.tap.refuse import ARGUMENTS
+from eyas.tap.releases import Release
 from eyas.target import Target
 
 RID_PREFIX = "eyas-"
-OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
 _OFFICIAL_CAPTURE_FROM = (0, 5, 23)
 # Models of 0.5.23 with `set_dflash_layers_to_capture`, which adds 1 to every id for all of these; Qwen2 has only the
 # EAGLE-3 one, which adds 1 too. (That of DeepSeek takes ids as they are: models/deepseek_v2.py.)
@@ -71,31 +70,14 @@ values, unknown = parser.parse_known_args(sys.argv[1:])
 tell(values=vars(values), unknown=unknown, known=sorted(parser._option_string_actions))
 """
 
-SGLANG = Kind(
-    name="sglang",
-    title="SGLang",
-    entry=("-m", "sglang.launch_server"),
-    model_after="--model-path",
-    wrong_for_capture=WRONG_FOR_CAPTURE,
-    parser=_PARSER,
-    checked_import="sglang.srt.server_args",
-    ranks="tp_size",
-    stages="pp_size",
-    memory_share="mem_fraction_static",
-    loaded_event="weights",  # under --enable-return-aux-hidden-states `layers` comes at the first pass, of rank 0 alone
-    weights_line="Load weight end",
-    ready_line="The server is fired up and ready to roll",
-    client=lambda url, events: SGLangClient(url),
-)
-
 
 def plan_launch(run: Run, target: Target, version: str) -> Launch:
     """The command for one release. Nothing is looked at but the recipe and whether this machine has a GPU.
 
-    Raises: EngineError for a release outside 0.5.11 to 0.5.23; RecipeError for a flag that another key says, or a
+    Raises: EngineError for a release that is not known; RecipeError for a flag that another key says, or a
         device that a server can't be given.
     """
-    table, release = run.recipe.engine, check_release(version, run.engine_table)
+    table, release = run.recipe.engine, SGLANG.check_release(version, run.engine_table)
     profile = load_profile(table.profile, run.engine_table)
     capture, device = profile.purpose == "capture", server_device(table)
     check_own_flags(OWN_FLAGS | NO_CAPTURE_FLAGS if capture else OWN_FLAGS, table.args, run.engine_table)
@@ -115,7 +97,7 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
     )
 
 
-def aux_flags(aux_layer_ids: list[int], model_type: str, release: tuple[int, int, int]) -> list[str]:
+def aux_flags(aux_layer_ids: list[int], model_type: str, release: Release) -> list[str]:
     """Flags that make SGLang collect auxiliary states itself; none where the tap has to switch it on.
 
     Args:
@@ -129,15 +111,20 @@ def aux_flags(aux_layer_ids: list[int], model_type: str, release: tuple[int, int
     return [*flags, "--return-aux-hidden-state-layer-ids", *theirs]
 
 
-def check_release(version: str, table: str = "engine") -> tuple[int, int, int]:
-    """ "0.5.14.post1" -> (0, 5, 14). Raises EngineError outside 0.5.11 to 0.5.23."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?![0-9])", version)
-    release = (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
-    if not OLDEST <= release <= NEWEST:
-        raise EngineError(
-            f"SGLang {version} in {table}.python",
-            expected="0.5.11 to 0.5.23: where the tap's hook points and layer-id rules are known",
-            cause="older releases have no plugins, newer ones were not looked at",
-            next=f"name an environment with one of those: --set {table}.python=PATH",
-        )
-    return release
+SGLANG = Kind(
+    name="sglang",
+    releases=releases.SGLANG,
+    entry=("-m", "sglang.launch_server"),
+    model_after="--model-path",
+    wrong_for_capture=WRONG_FOR_CAPTURE,
+    parser=_PARSER,
+    checked_import="sglang.srt.server_args",
+    ranks="tp_size",
+    stages="pp_size",
+    memory_share="mem_fraction_static",
+    loaded_event="weights",  # under --enable-return-aux-hidden-states `layers` comes at the first pass, of rank 0 alone
+    weights_line="Load weight end",
+    ready_line="The server is fired up and ready to roll",
+    client=lambda url, events: SGLangClient(url),
+    plan_launch=plan_launch,
+)

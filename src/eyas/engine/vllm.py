@@ -6,7 +6,6 @@ ask which KV cache holds the states. Run here: 0.27.0 and 0.32.0 on a CPU; the o
 
 import json
 import os
-import re
 from typing import Any
 
 from eyas.engine.launch import NO_CAPTURE_FLAGS, Kind, Launch, check_own_flags, has_gpu, profile_flags, server_device
@@ -15,9 +14,9 @@ from eyas.engine.profile import load_profile
 from eyas.engine.vllm_client import VLLMClient
 from eyas.errors import EngineError, RecipeError
 from eyas.run import Run
+from eyas.tap import releases
 from eyas.target import Target
 
-OLDEST, NEWEST = (0, 27, 0), (0, 33, 0)
 PLUGIN = "eyas_tap"
 # Tokens of context beside the longest prompt: one that is emitted, and some for steps that vLLM schedules ahead. In a
 # step with a sequence that reaches the end of the context the states of the whole batch are left out.
@@ -64,32 +63,15 @@ FlexibleArgumentParser.error = error
 tell(values=vars(parser.parse_args(["serve", *sys.argv[1:]])), unknown=[], known=known)
 """
 
-VLLM = Kind(
-    name="vllm",
-    title="vLLM",
-    entry=("-m", "vllm.entrypoints.cli.main", "serve"),
-    model_after="serve",
-    wrong_for_capture=WRONG_FOR_CAPTURE,
-    parser=_PARSER,
-    checked_import="vllm.entrypoints.cli.serve",
-    ranks="tensor_parallel_size",
-    stages="pipeline_parallel_size",
-    memory_share="gpu_memory_utilization",
-    loaded_event="layers",
-    weights_line="Loading weights took",
-    ready_line="Application startup complete",
-    client=VLLMClient,
-)
-
 
 def plan_launch(run: Run, target: Target, version: str) -> Launch:
     """The command for one release. Nothing is looked at but the recipe, the target's files and whether this machine
     has a GPU.
 
-    Raises: EngineError for a release outside 0.27.0 to 0.33.0 or a family that vLLM can't give states of; RecipeError
+    Raises: EngineError for a release that is not known or a family that vLLM can't give states of; RecipeError
         for a flag that another key says, or samples longer than the target's context; TargetError.
     """
-    table, release = run.recipe.engine, check_release(version, run.engine_table)
+    table, release = run.recipe.engine, VLLM.check_release(version, run.engine_table)
     profile = load_profile(table.profile, run.engine_table)
     capture, device = profile.purpose == "capture", server_device(table)
     check_own_flags(OWN_FLAGS | CAPTURE_FLAGS if capture else OWN_FLAGS, table.args, run.engine_table)
@@ -129,7 +111,7 @@ def capture_flags(target: Target, aux_layer_ids: list[int]) -> list[str]:
         raise EngineError(
             f"model_type {target.model_type!r} with vLLM",
             expected="a family whose states vLLM can hand over",
-            cause="with multi-head latent attention vLLM's connector doesn't find them (0.27.0 to 0.33.0)",
+            cause=f"with multi-head latent attention vLLM's connector doesn't find them ({releases.VLLM})",
             next="--set engine.kind=sglang, with an interpreter that holds SGLang",
         )
     layers = {"eagle_aux_hidden_state_layer_ids": [*aux_layer_ids, target.num_layers]}
@@ -171,15 +153,20 @@ def cache_bytes(run: Run, target: Target) -> int:
     return -(-tokens * (keys + 4 * target.hidden_size) * width >> 30) << 30
 
 
-def check_release(version: str, table: str = "engine") -> tuple[int, int, int]:
-    """ "0.32.0+cpu" -> (0, 32, 0). Raises EngineError outside 0.27.0 to 0.33.0."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)(?![0-9])", version)
-    release = (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
-    if not OLDEST <= release <= NEWEST:
-        raise EngineError(
-            f"vLLM {version} in {table}.python",
-            expected="0.27.0 to 0.33.0: where what the tap stands on is known",
-            cause="older releases hand states over in another way, newer ones were not looked at",
-            next=f"name an environment with one of those: --set {table}.python=PATH",
-        )
-    return release
+VLLM = Kind(
+    name="vllm",
+    releases=releases.VLLM,
+    entry=("-m", "vllm.entrypoints.cli.main", "serve"),
+    model_after="serve",
+    wrong_for_capture=WRONG_FOR_CAPTURE,
+    parser=_PARSER,
+    checked_import="vllm.entrypoints.cli.serve",
+    ranks="tensor_parallel_size",
+    stages="pipeline_parallel_size",
+    memory_share="gpu_memory_utilization",
+    loaded_event="layers",
+    weights_line="Loading weights took",
+    ready_line="Application startup complete",
+    client=VLLMClient,
+    plan_launch=plan_launch,
+)

@@ -16,6 +16,7 @@ import numpy as np
 
 from eyas.engine.client import EngineClient, Prefilled, ServerFacts
 from eyas.errors import EngineError
+from eyas.tap.releases import VLLM
 
 _INFO_S = 60.0
 
@@ -76,7 +77,7 @@ class VLLMClient(EngineClient):
             raise EngineError(
                 f"{self.url}/v1/completions: {type(error).__name__}: {error}",
                 expected="one choice with token_ids, prompt_token_ids and prompt_logprobs",
-                cause="another kind of server, or a release of vLLM outside 0.27.0 to 0.33.0",
+                cause=f"another kind of server, or a release of vLLM outside {VLLM}",
             ) from None
         if read != token_ids:
             raise EngineError(

@@ -23,6 +23,7 @@ from eyas.data.regenerate.protocol import Aborted, Protocol
 from eyas.drafter.walk import Acceptance
 from eyas.errors import EngineError
 from eyas.settings import Regenerate, Serving
+from eyas.tap.releases import SGLANG
 
 _CONNECT_S, _ANSWER_S, _POLL_S = 10.0, 1800.0, 0.05
 _REFUSALS = (400, 413, 422)
@@ -249,6 +250,6 @@ def summed(answers: Sequence[Answer], drafts: int) -> Acceptance:
         raise EngineError(
             "SGLang's answers hold no counts of drafts (meta_info.spec_correct_drafts_histogram)",
             expected="them, from a server with a drafter",
-            cause="it was started without one, or is outside 0.5.11 to 0.5.23",
+            cause=f"it was started without one, or is outside {SGLANG}",
         )
     return total

@@ -14,7 +14,8 @@ from eyas.drafter.eagle3 import DrafterConfig
 from eyas.drafter.published import read_published
 from eyas.drafter.target import load_target_head
 from eyas.engine.drafting import serving_kind, serving_run
-from eyas.engine.find import TITLES, find_engine
+from eyas.engine.find import find_engine
+from eyas.engine.kinds import KINDS
 from eyas.errors import CorruptStore, ExportError, StoreError, VerificationFailed
 from eyas.export.check import check_folder
 from eyas.export.form import (
@@ -132,7 +133,7 @@ def check_served(run: Run) -> None:
     if faults:
         wanted = f', with export.form = "flat" and export.sglang_version = "{release}" in the recipe'
         raise VerificationFailed(
-            f"{run.export_dir}, as {TITLES[kind]} {release} would serve it:\n  " + "\n  ".join(faults),
+            f"{run.export_dir}, as {KINDS[kind].title} {release} would serve it:\n  " + "\n  ".join(faults),
             expected="the drafter that was trained",
             cause="it was exported for another engine or release, or files were edited by hand",
             next=run.command("export", "--redo") + (wanted if kind == "sglang" else ""),

@@ -1,13 +1,11 @@
 """Engines and layouts in which collected states are wrong, or wouldn't all arrive."""
 
-import re
 from typing import Any
 
 from torch import nn
 
 from .events import Refused
-
-OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
+from .releases import SGLANG, Release
 
 # SGLang's argument, what it must be, and what happens otherwise.
 ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
@@ -33,16 +31,14 @@ _SUMMED_FROM_14 = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25For
 _FUSION_OFF = "enforce_disable_flashinfer_allreduce_fusion"
 
 
-def check_version(text: str) -> tuple[int, int, int]:
+def check_version(text: str) -> Release:
     """The version's first three numbers.
 
     Raises: Refused outside those whose hook points were read.
     """
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    version = (int(match[1]), int(match[2]), int(match[3])) if match else (0, 0, 0)
-    if not OLDEST <= version <= NEWEST:
-        spelled = [".".join(map(str, end)) for end in (OLDEST, NEWEST)]
-        raise Refused(f"SGLang {text}", f"{spelled[0]} to {spelled[1]}", "its hook points and layer ids are unknown")
+    version = SGLANG.find(text)
+    if version is None:
+        raise Refused(f"SGLang {text}", str(SGLANG), "its hook points and layer ids are unknown")
     return version
 
 
