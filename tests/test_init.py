@@ -121,8 +121,10 @@ def test_a_real_interpreter_with_an_engine(tmp_path: Path, monkeypatch: pytest.M
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     python = tmp_path / "env/bin/python"
     assert find.probe(python).engines == {}
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    assert find.probe(python) == find.Interpreter(python, {"sglang": "0.5.11"})
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    assert find.probe(python, site) == find.Interpreter(python, {"sglang": "0.5.11"})
+    monkeypatch.setenv("PYTHONPATH", site["PYTHONPATH"])  # no server gets it, so nothing is found by it
+    assert find.probe(python).engines == {}
 
 
 def test_an_interpreter_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from helpers_serve import stand_in_run
 from typer.testing import CliRunner
 
 from eyas.cli import app, commands
-from eyas.engine.launch import base_env
+from eyas.engine.launch import engine_env
 from eyas.engine.profile import Profile, load_profile, profile_names
 from eyas.engine.sglang import SGLANG, aux_flags, plan_launch
 from eyas.errors import EngineError, RecipeError
@@ -93,7 +93,8 @@ def test_the_environment_is_the_engines(tmp_path: Path, tiny_target: Path, monke
     monkeypatch.setenv("PYTHONPATH", "/of/eyas")
     monkeypatch.setenv("VIRTUAL_ENV", "/of/eyas")
     run = stand_in_run(tmp_path, tiny_target, "", 'engine.env={A="1"}', "engine.python=/opt/sglang/bin/python")
-    env = base_env(plan_launch(run, load_target(run.recipe.target), "0.5.23"))
+    launch = plan_launch(run, load_target(run.recipe.target), "0.5.23")
+    env = engine_env(launch.python, launch.env)
     assert "PYTHONPATH" not in env and "VIRTUAL_ENV" not in env and env["A"] == "1"
     assert env["PATH"].startswith("/opt/sglang/bin:")  # flashinfer compiles with the `ninja` that lies there
 

@@ -30,12 +30,18 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "_USUAL_PLACES", ())
 
 
+def checked(run: Run) -> Facts:
+    facts = Facts(run)
+    preflight(facts)
+    return facts
+
+
 def only_fault(run: Run) -> EyasError:
     """The one fault that there is; it is what a start raises too."""
     found = list(faults(run))
     assert len(found) == 1, [str(error) for error in found]
     with pytest.raises(type(found[0])) as raised:
-        preflight(run)
+        checked(run)
     assert str(raised.value) == str(found[0])
     return found[0]
 
@@ -43,7 +49,7 @@ def only_fault(run: Run) -> EyasError:
 def test_nothing_wrong_is_said_to_be_nothing(tmp_path: Path, tiny_target: Path) -> None:
     run = stand_in_run(tmp_path, tiny_target)
     assert list(faults(run)) == []
-    assert preflight(run).flags["disable_radix_cache"] is True
+    assert checked(run).flags["disable_radix_cache"] is True
 
 
 def test_the_systems_python_holds_no_engine(tmp_path: Path, tiny_target: Path) -> None:
@@ -345,13 +351,13 @@ def test_the_answer_of_the_servers_parser_is_kept(
 ) -> None:
     run = stand_in_run(tmp_path, tiny_target)
     run.dir.mkdir(parents=True)
-    preflight(run)
+    checked(run)
     (tmp_path / "engine-0.5.23/sglang/srt/server_args.py").write_text("raise RuntimeError('asked again')\n")
-    preflight(run)
+    checked(run)
     changed = stand_in_run(tmp_path, tiny_target, "", 'engine.args=["--tp-size", "1"]')
     (tmp_path / "engine-0.5.23/sglang/srt/server_args.py").write_text("raise RuntimeError('asked again')\n")
     with pytest.raises(EngineError, match="asked again"):
-        preflight(changed)
+        checked(changed)
 
 
 SMI = """#!/bin/sh

@@ -18,7 +18,7 @@ from helpers_serve import stand_in_run
 from typer.testing import CliRunner
 
 from eyas.cli import app, commands
-from eyas.engine import process, readiness, server
+from eyas.engine import find, process, readiness, server
 from eyas.engine.server import attach, serving, start_server, stop_server
 from eyas.engine.state import ServerState, load_state, save_state
 from eyas.engine.status import doctor_lines, server_died, status_lines
@@ -232,6 +232,16 @@ def test_an_unforeseen_failure_while_starting_ends_what_was_started(
     state = load_state(run)
     assert state is not None and state.pid
     gone(state)
+
+
+def test_a_start_asks_the_interpreter_once(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, probe = [], find.probe
+    monkeypatch.setattr(find, "probe", lambda *given: asked.append(given) or probe(*given))
+    run = stand_in_run(tmp_path, tiny_target, profile="serving")
+    ended.append(run)
+    assert start_server(run).ready and len(asked) == 1
 
 
 def test_the_status_of_a_server_whose_ring_is_gone(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:

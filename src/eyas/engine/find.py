@@ -7,7 +7,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+from eyas.engine.launch import engine_env
 from eyas.errors import EngineError, RecipeError
 from eyas.run import Run
 from eyas.tap.releases import RELEASES
@@ -56,9 +58,10 @@ def find_interpreters(engine_python: Path | None = None) -> list[Interpreter]:
     return [probe(path) for path in unique]
 
 
-def probe(python: Path, env: Mapping[str, str] | None = None) -> Interpreter:
-    """Run one interpreter, with `env` where given, and ask which engines it could import; it has 10 s to answer."""
-    asking = [str(python), "-c", _PROBE]
+def probe(python: Path, extra: Mapping[str, str] = MappingProxyType({})) -> Interpreter:
+    """Run one interpreter as an engine is run there (`engine_env`), and ask which engines it could import; it has 10 s
+    to answer."""
+    asking, env = [str(python), "-c", _PROBE], engine_env(python, extra)
     try:
         answer = subprocess.run(asking, capture_output=True, text=True, timeout=_PROBE_S, check=True, env=env)
         return Interpreter(python, dict(json.loads(answer.stdout)))
@@ -91,8 +94,7 @@ def find_engine(run: Run) -> Interpreter:
     else:
         # abspath, not resolve(): a virtual environment's python is a link to the one it was made from.
         python = Path(os.path.abspath(Path(engine.python).expanduser()))  # noqa: PTH100
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | engine.env
-    found = probe(python, env)
+    found = probe(python, engine.env)
     if found.fault:
         raise EngineError(
             f"{table}.python = {python}: {found.fault}",

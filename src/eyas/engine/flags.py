@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas import fs
-from eyas.engine.launch import Launch, base_env, check_values
+from eyas.engine.launch import Launch, check_values, engine_env
 from eyas.errors import EngineError
 
 _PATIENCE_S = 300  # importing SGLang took 8 s here, 40 s on two busy cores
@@ -60,7 +60,7 @@ def _ask(launch: Launch, words: Sequence[str]) -> dict[str, Any]:
             capture_output=True,
             text=True,
             timeout=_PATIENCE_S,
-            env=base_env(launch),
+            env=engine_env(launch.python, launch.env),
         )
     except subprocess.TimeoutExpired:
         raise EngineError(

@@ -88,7 +88,7 @@ class Launch:
         profile: flags and variables with their reasons.
         device: "cpu", "cuda", or "" where the engine finds it.
         flags: all arguments but host and port.
-        env: variables on top of `base_env`, without the tap's.
+        env: variables on top of `engine_env`, without the tap's.
         tap_settings: what the tap of this kind is told beside what all are.
         cache_bytes: main memory for the KV cache on a CPU, as far as it is set by `env`.
         table: of the recipe, that says all this: engine or serving.
@@ -167,15 +167,16 @@ def check_values(values: Mapping[str, Any], launch: Launch) -> None:
             )
 
 
-def base_env(launch: Launch) -> dict[str, str]:
-    """The environment of this process without what belongs to its own interpreter, then what the recipe adds.
+def engine_env(python: str | Path, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine's interpreter: that of this process without what belongs to its own one, then
+    `extra`, which the recipe says.
 
     The engine's bin folder goes first on PATH: kernels are compiled with the `ninja` that lies there.
     """
     ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
     env = {name: value for name, value in os.environ.items() if name not in ours}
-    env["PATH"] = f"{Path(launch.python).parent}:{env.get('PATH', os.defpath)}"
-    return env | {"PYTHONUNBUFFERED": "1"} | launch.env
+    env["PATH"] = f"{Path(python).parent}:{env.get('PATH', os.defpath)}"
+    return env | {"PYTHONUNBUFFERED": "1"} | dict(extra)
 
 
 def has_gpu() -> bool:

@@ -18,7 +18,7 @@ from eyas.engine.find import Interpreter, find_engine
 from eyas.engine.flags import read_flags
 from eyas.engine.gpu import Gpu, gpus, visible
 from eyas.engine.kinds import KINDS
-from eyas.engine.launch import Kind, Launch, base_env
+from eyas.engine.launch import Kind, Launch, engine_env
 from eyas.engine.ring import SHM
 from eyas.engine.state import stop_command
 from eyas.engine.weights import check_weight_files
@@ -87,12 +87,10 @@ class Facts:
         return Layout(self.target.hidden_size, table.encoding, table.final_encoding)
 
 
-def preflight(run: Run) -> Facts:
+def preflight(facts: Facts) -> None:
     """Check everything. Raises the first fault."""
-    facts = Facts(run)
     for check in CHECKS:
         check(facts)
-    return facts
 
 
 def faults(run: Run) -> Iterator[EyasError]:
@@ -244,7 +242,7 @@ def check_gpus(facts: Facts) -> None:
     """Enough of each GPU's memory is free; where not, who holds it."""
     if facts.launch.device == "cpu":
         return
-    seen = visible(gpus(), base_env(facts.launch))
+    seen = visible(gpus(), engine_env(facts.launch.python, facts.launch.env))
     kind, flags = facts.launch.kind, facts.flags
     first, count = int(flags.get("base_gpu_id") or 0), int(flags.get(kind.ranks) or 1)
     count *= int(flags.get(kind.stages) or 1)

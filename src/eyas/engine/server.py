@@ -20,7 +20,7 @@ from eyas.engine import process
 from eyas.engine.diagnose import flags_of
 from eyas.engine.gpu import gpus
 from eyas.engine.inject import VLLM_STUB, write_plugin
-from eyas.engine.launch import base_env
+from eyas.engine.launch import engine_env
 from eyas.engine.leftovers import end_server, ring_path, shm_of
 from eyas.engine.preflight import Facts, preflight
 from eyas.engine.profile import load_profile
@@ -57,7 +57,8 @@ def _start(run: Run, stop: Stop | None) -> tuple[ServerState, bool]:
         living = _living(run, facts)
         if living is None:
             _clear_dead(run)
-        state = living or _launch(run, preflight(run))
+            preflight(facts)
+        state = living or _launch(run, facts)
         _get_ready(run, facts, state, stop)
         return state, living is None
 
@@ -223,7 +224,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
         gpu_bytes={} if launch.device == "cpu" else {gpu.uuid: gpu.used_bytes for gpu in gpus()},
     )
     save_state(run, state)
-    env = base_env(launch) | {process.MARK: state.mark}
+    env = engine_env(launch.python, launch.env) | {process.MARK: state.mark}
     if launch.tap:
         Ring.create(ring, run.recipe.capture.ring_bytes, facts.layout)
         env |= _inject(state, facts, env.get("PYTHONPATH", ""))
