@@ -230,7 +230,6 @@ def test_a_processor_without_ordered_stores(tmp_path: Path, tiny_target: Path, m
 @pytest.mark.parametrize(
     ("override", "seen", "next_step"),
     [
-        ("serving.profile=fast", "serving.profile = 'fast'", ""),
         ("serving.python=/nowhere/python", "serving.python = /nowhere/python", "--set serving.python="),
         ("serving.host=192.0.2.1", "serving.host = 192.0.2.1", "--set serving.host="),
         ('serving.args=["--dtype", "half"]', "serving.args holds --dtype", "say it with serving.dtype"),
@@ -243,6 +242,8 @@ def test_what_serving_says_is_named_so(
 ) -> None:
     """The server of [serving] is started by a run with that table in the place of [engine]."""
     path = make_stand_in(tmp_path / "engine-0.5.23")
+    with pytest.raises(RecipeError, match="serving.profile = 'fast'"):
+        serving_run(stand_in_run(tmp_path, tiny_target, "", "serving.profile=fast"), None)
     both = [override] if "python" not in override else [override, f"serving.env={{PYTHONPATH='{path}'}}"]
     error = only_fault(serving_run(stand_in_run(tmp_path, tiny_target, "", *both), None))
     assert seen in error.seen and next_step in error.next

@@ -15,7 +15,8 @@ import pytest
 from sglang_runs import eyas, finish, left_of, make_run, server_of, start
 
 from eyas.engine import process
-from eyas.engine.readiness import LAYERS, read_events
+from eyas.engine.events import read_events
+from eyas.engine.readiness import LAYERS
 from eyas.engine.server import attach
 from eyas.engine.state import ServerState, load_state
 from eyas.run import Run
@@ -35,10 +36,10 @@ def run(tmp_path: Path, demo_target: Path) -> Iterator[Run]:
 
 def wait_for_event(run: Run, starter: "subprocess.Popen[str]", name: str, **having: str) -> ServerState:
     """Return once the tap of the run's server has told this."""
-    wanted, deadline = {"event": name, **having}.items(), time.monotonic() + 600
+    deadline = time.monotonic() + 600
     while True:
         state = load_state(run)
-        if state is not None and any(wanted <= event.items() for event in read_events(Path(state.events))):
+        if state is not None and read_events(Path(state.events), event=name, **having):
             return state
         assert starter.poll() is None, starter.communicate()
         assert time.monotonic() < deadline
@@ -47,8 +48,7 @@ def wait_for_event(run: Run, starter: "subprocess.Popen[str]", name: str, **havi
 
 def scheduler(state: ServerState) -> psutil.Process:
     """The process that will load and run the model."""
-    events = read_events(Path(state.events))
-    return psutil.Process(next(event["pid"] for event in events if event.get("role") == "scheduler"))
+    return psutil.Process(read_events(Path(state.events), role="scheduler")[0]["pid"])
 
 
 def test_from_start_to_stop(run: Run) -> None:

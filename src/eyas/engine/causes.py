@@ -55,11 +55,11 @@ def findings(evidence: Evidence) -> list[Finding]:
             continue
         seen = cause.signature(evidence)
         if seen:
-            found.append(Finding(cause.name, seen, cause.next.format(**_names(evidence, seen))))
+            found.append(Finding(cause.name, seen, cause.next.format(**_names(evidence))))
     return found
 
 
-def _names(evidence: Evidence, seen: str) -> dict[str, str]:
+def _names(evidence: Evidence) -> dict[str, str]:
     stopped = " ".join(str(member.pid) for member in evidence.members if member.state in "Tt")
     return {"stopped": stopped, "model": evidence.model_path, "fs": evidence.model_fs}
 

@@ -34,7 +34,7 @@ def write_plugin(folder: Path, settings: dict[str, Any], *, vllm_stub: bool) -> 
     Args:
         folder: made anew.
         settings: what the engine's part of the tap takes (`Settings` in tap/sglang.py and tap/vllm.py).
-        vllm_stub: for SGLang on a CPU, where no vLLM is installed.
+        vllm_stub: with `write_stub`.
     Returns: what the engine's environment needs: EYAS_TAP, and PYTHONPATH, to which the caller adds what is there.
     """
     shutil.rmtree(folder, ignore_errors=True)
@@ -43,8 +43,14 @@ def write_plugin(folder: Path, settings: dict[str, Any], *, vllm_stub: bool) -> 
     texts = {folder / "eyas_tap" / name: text for name, text in files.items()}
     texts |= {info / "METADATA": METADATA, info / "entry_points.txt": ENTRY_POINTS}
     texts[folder / "settings.json"] = json.dumps(settings, indent=1)
-    if vllm_stub:
-        texts |= {folder / "vllm/__init__.py": "", folder / "vllm/_custom_ops.py": VLLM_STUB}
     for path, text in texts.items():
         fs.write_atomic(path, text, durable=False)
+    if vllm_stub:
+        write_stub(folder)
     return {"EYAS_TAP": str(folder / "settings.json"), "PYTHONPATH": str(folder)}
+
+
+def write_stub(folder: Path) -> None:
+    """Add what SGLang on a CPU imports of vLLM, where no vLLM is installed, to a folder on its PYTHONPATH."""
+    for name, text in (("__init__.py", ""), ("_custom_ops.py", VLLM_STUB)):
+        fs.write_atomic(folder / "vllm" / name, text, durable=False)

@@ -50,20 +50,19 @@ class PartialDecoder:
 
     Args:
         device: cpu or cuda.
-        dtype: what they compute in; None: float32, or bfloat16 where memory is short.
+    Attributes:
+        dtype: what they compute in: float32, or bfloat16 where memory is short.
     Raises: Unchecked where their weights are quantised in a way that isn't undone here, too large for the memory, or
         of a family that Transformers doesn't have; TargetError for a damaged checkpoint.
     """
 
-    def __init__(
-        self, target: Target, first: int, last: int, device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, target: Target, first: int, last: int, device: torch.device) -> None:
         if not 0 <= first < last <= target.num_layers:
             raise ValueError(f"layers {first} to {last} of {target.num_layers}")
         self.first, self.last, self.device = first, last, device
         self.whole = last == target.num_layers
         names = _layer_tensors(target, first, last)
-        self.dtype = dtype or _affordable(_stored_bytes(target, names), device)
+        self.dtype = _affordable(_stored_bytes(target, names), device)
         config = _short_config(target, first, last)
         self.decoder = _build(target, config, _weights(target, names, first, self.dtype), self.dtype).to(device)
 

@@ -13,20 +13,19 @@ waiting, and neither is death. Death is the process's end.
 """
 
 import asyncio
-import json
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 
 from eyas.engine import process
 from eyas.engine.client import EngineClient, Refused, Transient
+from eyas.engine.events import read_events, refusal
 from eyas.engine.evidence import tail
 from eyas.engine.gpu import gpus
 from eyas.engine.ring import read_from
@@ -81,14 +80,13 @@ class Watched:
     def alive(self) -> bool:
         return process.alive(self.pid, self.created)
 
-    def event(self, name: str, **having: str) -> dict[str, Any] | None:
-        """The first of the tap's events of this name, and with these values."""
-        wanted = {"event": name, **having}.items()
-        return next((event for event in read_events(self.events) if wanted <= event.items()), None)
+    def told(self, name: str, **having: str) -> bool:
+        """Whether the tap has told an event of this name, with these values."""
+        return bool(read_events(self.events, event=name, **having))
 
     def ranks(self, name: str) -> int:
         """How many ranks have told an event of this name."""
-        return len({event["rank"] for event in read_events(self.events) if event["event"] == name})
+        return len({event["rank"] for event in read_events(self.events, event=name)})
 
     def logged(self, text: str) -> bool:
         return self.log.exists() and text in self.log.read_text(encoding="utf-8", errors="replace")
@@ -109,14 +107,6 @@ class Watched:
             return httpx.get(self.url + path, timeout=5, trust_env=False).status_code
         except httpx.HTTPError:
             return 0
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The tap's events, one JSON object a line; a last line that is still being written is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return [dict(json.loads(line)) for line in lines]
 
 
 def fire(watched: Watched, ring: Ring, client: EngineClient, token_ids: Sequence[int]) -> bool:
@@ -190,7 +180,7 @@ def climb(
         while not check():
             if stop is not None and stop.signum is not None:
                 raise Interrupted(stop.signum, f"serve: stopped while waiting for: {name}", next="start it again")
-            if not watched.alive() or watched.event("refused"):
+            if not watched.alive() or refusal(watched.events):
                 raise diagnose(name)
             signs.look()
             if signs.idle_s > patience_s or signs.spinning_s > _SPIN_FACTOR * patience_s:

@@ -19,7 +19,7 @@ from eyas import fs
 from eyas.engine import process
 from eyas.engine.diagnose import flags_of
 from eyas.engine.gpu import gpus
-from eyas.engine.inject import VLLM_STUB, write_plugin
+from eyas.engine.inject import write_plugin, write_stub
 from eyas.engine.launch import engine_env
 from eyas.engine.leftovers import end_server, ring_path, shm_of
 from eyas.engine.preflight import Facts, preflight
@@ -229,8 +229,7 @@ def _launch(run: Run, facts: Facts) -> ServerState:
         Ring.create(ring, run.recipe.capture.ring_bytes, facts.layout)
         env |= _inject(state, facts, env.get("PYTHONPATH", ""))
     elif _needs_stub(facts):
-        fs.write_atomic(Path(state.plugin) / "vllm" / "__init__.py", "", durable=False)
-        fs.write_atomic(Path(state.plugin) / "vllm" / "_custom_ops.py", VLLM_STUB, durable=False)
+        write_stub(Path(state.plugin))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [state.plugin, env.get("PYTHONPATH", "")]))
     started = process.launch(state.command, env, Path(state.log))
     state.pid, state.created = started.pid, started.create_time()
@@ -308,7 +307,7 @@ def _layers(watched: Watched, facts: Facts, state: ServerState, watch: Callable[
     token_ids = [token % facts.target.vocab_size for token in range(10, 18)]
     ranks = flags_of(state.command)["tp_size"]
     return [
-        ("plugin loaded", lambda: watched.event("plugin", role="scheduler") is not None),
+        ("plugin loaded", lambda: watched.told("plugin", role="scheduler")),
         ("weights loaded", lambda: watched.ranks(facts.launch.kind.loaded_event) >= ranks),
         ("listening", watched.listening),
         ("warm", watched.warm),

@@ -40,7 +40,6 @@ class ServerState:
         command, version, profile, device: what was started.
         aux_layer_ids: in our meaning.
         settings: what the states depend on; a running server of other settings is not used.
-        settings_digest: digest of `settings`.
         started: unix time.
         layers: layers of readiness reached, name -> seconds after `started`.
         family: pid and creation time of each process that was seen in it.
@@ -74,10 +73,6 @@ class ServerState:
     stopped: float = 0.0
     engine: str = "sglang"
     gpu_bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def settings_digest(self) -> str:
-        return fs.digest_json(self.settings)
 
     @property
     def title(self) -> str:

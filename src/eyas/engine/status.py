@@ -6,9 +6,9 @@ from pathlib import Path
 from eyas.engine import process
 from eyas.engine.causes import findings
 from eyas.engine.diagnose import as_error, evidence_lines, finding_lines, flags_of
+from eyas.engine.events import refusal
 from eyas.engine.evidence import Evidence, examine
 from eyas.engine.preflight import faults
-from eyas.engine.readiness import read_events
 from eyas.engine.state import ServerState, load_state
 from eyas.errors import EngineError
 from eyas.progress import duration, size
@@ -35,7 +35,7 @@ def examine_server(state: ServerState, layer: str) -> Evidence:
         model_path=state.model,
         flags=flags_of(state.command),
         exit_code=process.reap(state.pid),
-        refused=next((event for event in read_events(Path(state.events)) if event["event"] == "refused"), None),
+        refused=refusal(Path(state.events)),
     )
 
 

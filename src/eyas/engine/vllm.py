@@ -37,7 +37,7 @@ CAPTURE_FLAGS = {
     "--max-model-len": "data.max_tokens",
     "--speculative-config": "drafter.aux_layer_ids",
     "--kv-transfer-config": "engine.kind and engine.profile",
-} | NO_CAPTURE_FLAGS
+}
 WRONG_FOR_CAPTURE: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "each stage would need a ring of its own"),
     "data_parallel_size": (1, "each replica would need a ring of its own"),
@@ -74,7 +74,9 @@ def plan_launch(run: Run, target: Target, version: str) -> Launch:
     table, release = run.recipe.engine, VLLM.check_release(version, run.engine_table)
     profile = load_profile(table.profile, run.engine_table)
     capture, device = profile.purpose == "capture", server_device(table)
-    check_own_flags(OWN_FLAGS | CAPTURE_FLAGS if capture else OWN_FLAGS, table.args, run.engine_table)
+    check_own_flags(
+        OWN_FLAGS | CAPTURE_FLAGS | NO_CAPTURE_FLAGS if capture else OWN_FLAGS, table.args, run.engine_table
+    )
     flags = [str(target.path), "--dtype", table.dtype, "--seed", "0"]
     flags += ["--trust-remote-code"] if target.trust_remote_code else []
     flags += ["--max-model-len", str(context_tokens(run, target))] if capture else []

@@ -6,7 +6,6 @@ id to its log-probability; `kv_transfer_params` go to the connector as they are;
 does. What the server was started with stands in no answer, but in the tap's events.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 import numpy as np
 
 from eyas.engine.client import EngineClient, Prefilled, ServerFacts
+from eyas.engine.events import read_events
 from eyas.errors import EngineError
 from eyas.tap.releases import VLLM
 
@@ -34,8 +34,7 @@ class VLLMClient(EngineClient):
 
     async def facts(self) -> ServerFacts:
         await self._send(httpx.Request("GET", f"{self.url}/version"), _INFO_S)
-        lines = self._events.read_text(encoding="utf-8").split("\n")[:-1] if self._events.exists() else []
-        told = [event for event in map(json.loads, lines) if event["event"] == "layers"]
+        told = read_events(self._events, event="layers")
         if not told:
             raise EngineError(
                 f"{self._events}: the tap has not told what runs at {self.url}",
