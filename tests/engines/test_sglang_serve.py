@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers_tiny import make_tiny_target
 from sglang_runs import eyas, finish, left_of, make_run, server_of, start
 
 from eyas.engine import process
@@ -105,6 +106,29 @@ def test_a_process_that_is_stopped_while_it_loads(run: Run) -> None:
     assert f"likely cause: a process was stopped (SIGSTOP, or ^Z): state T: process {stopped.pid} (" in told
     assert f"next: kill -CONT {stopped.pid}" in told
     assert left_of(state) == []
+
+
+def test_two_ranks_under_sglangs_own_flag(tmp_path: Path) -> None:
+    """Its layers are read back at the first forward pass, by rank 0 alone: no start may wait for them."""
+    made = make_tiny_target(tmp_path / "target", hidden=128)
+    # A core for each rank; and no NCCL, which SGLang opens on a CPU too where its library is found, and dies of.
+    env = 'engine.env={ SGLANG_CPU_OMP_THREADS_BIND = "0|1", SGLANG_NCCL_SO_PATH = "/nowhere" }'
+    flags = 'engine.args=["--chunked-prefill-size", "64", "--tp-size", "2"]'
+    run = make_run(tmp_path, made, "ranks", env, flags, "drafter.aux_layer_ids=[2, 4, 6]")
+    try:
+        told = eyas(run, "serve", "start")
+        state = server_of(run)
+        print("\n".join(line for line in told.splitlines() if line.startswith("serve:")))
+        assert "--enable-return-aux-hidden-states" in state.command and list(state.layers) == list(LAYERS)
+        ranks = {
+            name: [one["rank"] for one in read_events(Path(state.events), event=name)] for name in ("weights", "layers")
+        }
+        assert sorted(ranks["weights"]) == [0, 1] and ranks["layers"] == [0]
+        print(eyas(run, "serve", "stop"))
+        assert left_of(state) == []
+    finally:
+        if (left := load_state(run)) is not None:
+            process.end(left.session, left.mark, 1)
 
 
 def copy_with_shards(target: Path, folder: Path) -> Path:

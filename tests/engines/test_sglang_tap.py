@@ -211,6 +211,8 @@ class TestOffByOne:
 class TestTensorParallel:
     """A tiny Qwen3-MoE over two ranks, a core each: one of them sends, every row once."""
 
+    OFFICIAL: list[int] | None = None
+
     def test_states_equal_transformers(self, start, tmp_path_factory: pytest.TempPathFactory) -> None:
         target = make_tiny(
             Qwen3MoeForCausalLM,
@@ -225,15 +227,22 @@ class TestTensorParallel:
             decoder_sparse_step=1,
         )
         flags = ["--skip-tokenizer-init", "--tp-size", "2"]
-        server = start("tensor-parallel", target, TINY_LAYERS, flags, env=TWO_CORES)
+        server = start("tensor-parallel", target, TINY_LAYERS, flags, env=TWO_CORES, official=self.OFFICIAL)
         server.wait()
-        assert sorted(event["rank"] for event in server.events("layers")) == [0, 1]
+        assert sorted(event["rank"] for event in server.events("weights")) == [0, 1]
+        assert sorted(event["rank"] for event in server.events("layers")) == ([0] if self.OFFICIAL else [0, 1])
         assert [event["rank"] for event in server.events("ring")] == [0]
         server.open()
         prompts = make_prompts(512, LENGTHS, 5)
         server.generate_all(prompts)
         server.collect()
         compare(server, Reference(target), prompts, TINY_LAYERS)
+
+
+class TestTensorParallelOfficial(TestTensorParallel):
+    """The same under SGLang's own flag: its layers are read back at the first forward pass, by the rank that sends."""
+
+    OFFICIAL = [1, 3, 5]
 
 
 class TestDeepseek:
