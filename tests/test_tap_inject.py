@@ -11,7 +11,7 @@ import pytest
 from eyas.engine.inject import write_plugin
 
 SETTINGS = {
-    "ring": None,
+    "ring": "/nowhere/ring",
     "aux_layer_ids": [2, 15, 27],
     "encoding": "bf16",
     "final_encoding": "bf16",

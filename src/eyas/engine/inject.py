@@ -33,7 +33,7 @@ def write_plugin(folder: Path, settings: dict[str, Any], *, vllm_stub: bool) -> 
 
     Args:
         folder: made anew.
-        settings: what the engine's part of the tap takes (`Settings` in tap/sglang.py and tap/vllm.py).
+        settings: what the engine's part of the tap takes (`Settings` and what tap/sglang.py and tap/vllm.py add).
         vllm_stub: with `write_stub`.
     Returns: what the engine's environment needs: EYAS_TAP, and PYTHONPATH, to which the caller adds what is there.
     """

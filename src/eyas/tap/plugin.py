@@ -17,7 +17,7 @@ from typing import Any
 
 from .events import Events, Refused
 from .refuse import check_version
-from .sglang import Ranks, Settings, Tap
+from .sglang import Ranks, SGLangSettings, Tap
 
 
 def register() -> None:
@@ -26,7 +26,7 @@ def register() -> None:
     if not path:
         return
     try:
-        settings = Settings(**json.loads(Path(path).read_text()))
+        settings = SGLangSettings(**json.loads(Path(path).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise SystemExit(f"eyas: {path}: {error}") from error
     events = Events(settings.events)

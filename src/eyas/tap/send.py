@@ -18,7 +18,8 @@ from torch import Tensor
 from .block import AUX_LAYERS, Rows, Segment, Slot
 from .encode import encode
 from .events import Events, Refused
-from .ring import Ring
+from .ring import Ring, RingError
+from .settings import Settings
 
 _MOST_REQUESTS = 64  # in a block: their names take 6 KB of the 16 that the smallest ring has for them
 
@@ -44,6 +45,23 @@ class Output(NamedTuple):
     token_ids: Tensor
     aux: list[Tensor] | Tensor
     final: Tensor
+
+
+def connect(settings: Settings, events: Events, device: torch.device) -> "Sender":
+    """Attach the ring and become its producer.
+
+    Raises: Refused where it is gone, or its rows hold something else.
+    """
+    try:
+        ring = Ring.attach(settings.ring)
+        if ring.layout != settings.layout:
+            raise RingError(f"{settings.ring}: {ring.layout}")
+        sender = Sender(ring, events, device, settings.patience_s)
+    except (OSError, RingError) as error:
+        cause = "the ring was removed or made for another run"
+        raise Refused(str(error), f"a ring of {settings.layout}", cause) from error
+    events.write("ring", pinned=sender.pinned)
+    return sender
 
 
 class Sender:

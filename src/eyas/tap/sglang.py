@@ -22,46 +22,34 @@ decode tails and what is recomputed of generated tokens lie behind it.
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .block import AUX_LAYERS, Layout
+from .block import AUX_LAYERS
 from .events import Events, Refused
 from .layers import read_back, set_layers
 from .refuse import check_layout
-from .ring import Ring, RingError
-from .send import Output, Piece, Sender
+from .send import Output, Piece, Sender, connect
+from .settings import Settings
 
 _LENGTHS = "eyas_prompt_lengths"
 Aux = list[Tensor] | Tensor
 
 
-class Settings(NamedTuple):
-    """What a server's tap is to do.
+@dataclass(frozen=True, kw_only=True)
+class SGLangSettings(Settings):
+    """What SGLang's tap is to do.
 
     Attributes:
-        ring: path; None: nothing is sent.
-        events: path of the events file.
-        aux_layer_ids: as in the store's manifest: the stream after so many decoder layers.
-        encoding, final_encoding: of the ring's rows.
         rid_prefix: what ids of requests to be captured begin with.
-        hidden_size, num_layers: of the target, as Eyas read them from its folder.
         official_flag: the server was started with --enable-return-aux-hidden-states.
-        patience_s: how long a forward pass waits for room in a full ring.
     """
 
-    ring: str | None
-    events: str
-    aux_layer_ids: list[int]
-    encoding: str
-    final_encoding: str
     rid_prefix: str
-    hidden_size: int
-    num_layers: int
     official_flag: bool
-    patience_s: float
 
 
 class Ranks(NamedTuple):
@@ -88,7 +76,7 @@ class Batch(NamedTuple):
 class Tap:
     """The wrappers, and what they share. `ranks` is asked once the model is loaded."""
 
-    def __init__(self, settings: Settings, version: tuple[int, int, int], ranks: Callable[[], Ranks]) -> None:
+    def __init__(self, settings: SGLangSettings, version: tuple[int, int, int], ranks: Callable[[], Ranks]) -> None:
         self.settings, self.events = settings, Events(settings.events)
         self._version, self._ranks = version, ranks
         self._sender: Sender | None = None
@@ -112,8 +100,8 @@ class Tap:
             done = set_layers(model, ids)
             self.events.write("layers", **done._asdict())
         self._sends = rank.attention_tp == 0
-        if self._sends and self.settings.ring is not None:
-            self._sender = self._connect(self.settings.ring, _device(runner))
+        if self._sends:
+            self._sender = connect(self.settings, self.events, _device(runner))
 
     def note_lengths(self, batch: Any, forward_batch: Any) -> None:
         """Keep the lengths of the prompts with the batch that is made of these requests."""
@@ -167,18 +155,6 @@ class Tap:
         wanted = {"hidden_size": self.settings.hidden_size, "num_hidden_layers": self.settings.num_layers}
         if seen != wanted:
             raise Refused(f"SGLang loaded a model with {seen}", f"{wanted}", "the server runs another model's folder")
-
-    def _connect(self, path: str, device: torch.device) -> Sender:
-        wanted = Layout(self.settings.hidden_size, self.settings.encoding, self.settings.final_encoding)
-        try:
-            ring = Ring.attach(path)
-            if ring.layout != wanted:
-                raise RingError(f"{path}: {ring.layout}")
-            sender = Sender(ring, self.events, device, self.settings.patience_s)
-        except (OSError, RingError) as error:
-            raise Refused(str(error), f"a ring of {wanted}", "the ring was removed or made for another run") from error
-        self.events.write("ring", pinned=sender.pinned)
-        return sender
 
 
 def snapshot(forward_batch: Any, prefix: str) -> Batch | None:

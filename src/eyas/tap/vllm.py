@@ -36,39 +36,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from .block import AUX_LAYERS, Layout
+from .block import AUX_LAYERS
 from .events import Events, Refused
-from .ring import Ring, RingError
-from .send import Output, Piece, Sender
+from .send import Output, Piece, Sender, connect
+from .settings import Settings
 
 RID = "eyas_rid"
 
 
-class Settings(NamedTuple):
-    """What a server's tap is to do.
+@dataclass(frozen=True, kw_only=True)
+class VLLMSettings(Settings):
+    """What vLLM's tap is to do.
 
     Attributes:
-        ring: path of the ring.
-        events: path of the events file.
-        aux_layer_ids: as in the store's manifest: the stream after so many decoder layers.
-        encoding, final_encoding: of the ring's rows.
-        hidden_size, num_layers: of the target, as Eyas read them from its folder.
         norm_file, norm_tensor: where the final norm's weight [H] stands in the checkpoint.
         norm_eps: of the final norm.
-        patience_s: how long a step waits for room in a full ring.
     """
 
-    ring: str
-    events: str
-    aux_layer_ids: list[int]
-    encoding: str
-    final_encoding: str
-    hidden_size: int
-    num_layers: int
     norm_file: str
     norm_tensor: str
     norm_eps: float
-    patience_s: float
 
 
 @dataclass
@@ -107,7 +94,7 @@ class EyasConnector(ExampleHiddenStatesConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._settings = Settings(**json.loads(Path(os.environ["EYAS_TAP"]).read_text()))
+        self._settings = VLLMSettings(**json.loads(Path(os.environ["EYAS_TAP"]).read_text()))
         self._events = Events(self._settings.events)
         self._requests: dict[str, Request] = {}
         self._sender: Sender | None = None
@@ -260,18 +247,10 @@ class EyasConnector(ExampleHiddenStatesConnector):
         )
 
     def _connect(self) -> None:
-        wanted = Layout(self._settings.hidden_size, self._settings.encoding, self._settings.final_encoding)
         device = self._kv_cache.device
-        try:
-            ring = Ring.attach(self._settings.ring)
-            if ring.layout != wanted:
-                raise RingError(f"{self._settings.ring}: {ring.layout}")
-            self._sender = Sender(ring, self._events, device, self._settings.patience_s)
-        except (OSError, RingError) as error:
-            raise Refused(str(error), f"a ring of {wanted}", "the ring was removed or made for another run") from error
+        self._sender = connect(self._settings, self._events, device)
         with safe_open(self._settings.norm_file, framework="pt") as handle:
             self._norm = handle.get_tensor(self._settings.norm_tensor).float().to(device)
-        self._events.write("ring", pinned=self._sender.pinned)
 
 
 def _rid(sampling_params: Any) -> str:
