@@ -35,8 +35,8 @@ from shapes import LLAMA_8B
 
 from eyas import fs
 from eyas.engine import process
+from eyas.engine.begin import free_port
 from eyas.engine.choices import load_choices
-from eyas.engine.server import free_port
 from eyas.errors import EngineError, EyasError
 from eyas.evaluate.ask import Asker
 from eyas.evaluate.load import Load, run_pass

@@ -25,8 +25,9 @@ from sglang_runs import (
     wait_for_shards,
 )
 
-from eyas.engine import server as engine_server
 from eyas.engine import sglang
+from eyas.engine.inject import write_plugin
+from eyas.engine.server import start_server
 from eyas.errors import EngineError
 from eyas.record import load_record
 from eyas.run import Run
@@ -231,7 +232,7 @@ def test_kill_9_of_the_server_and_then_of_both(run: Run, captured: Path) -> None
 def test_ids_off_by_one_fail_the_start(run: Run, demo_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that collects the layers after those of the recipe: its flags and the tap's settings say so."""
     shifted = make_run(run.dir.parent.parent, demo_target, "shifted")
-    flags, plugin = sglang.aux_flags, engine_server.write_plugin
+    flags, plugin = sglang.aux_flags, write_plugin
 
     def next_flags(ids: list[int], *more: Any) -> list[str]:
         return flags([layer + 1 for layer in ids], *more)
@@ -240,9 +241,9 @@ def test_ids_off_by_one_fail_the_start(run: Run, demo_target: Path, monkeypatch:
         return plugin(folder, settings | {"aux_layer_ids": [layer + 1 for layer in settings["aux_layer_ids"]]}, **more)
 
     monkeypatch.setattr(sglang, "aux_flags", next_flags)
-    monkeypatch.setattr(engine_server, "write_plugin", next_plugin)
+    monkeypatch.setattr("eyas.engine.begin.write_plugin", next_plugin)
     with pytest.raises(EngineError) as caught:
-        engine_server.start_server(shifted)
+        start_server(shifted)
     print(caught.value)
     assert "self-test: aux layer 2: cosine" in caught.value.seen and "as layer 3" in caught.value.seen
     assert "the server gives the state after 3 layers under id 2: ids off by 1" in caught.value.cause
