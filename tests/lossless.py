@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from eyas.drafter.eagle3 import load_drafter
-from eyas.drafter.pack import pack_samples
 from eyas.drafter.saved import newest
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
@@ -75,8 +74,8 @@ def main() -> int:
             different.append(ref.sample_id)
         tokens += len(plain.token_ids)
         decoded.merge(fast.acceptance)
-        pack = pack_samples([stored(engine, prompt, fast.token_ids)], drafts, torch.float32, CPU)
-        replayed.merge(replay(drafter, embedding, pack, drafts)[0])
+        (walked,) = replay(drafter, embedding, [[stored(engine, prompt, fast.token_ids)]], drafts)
+        replayed.merge(walked.acceptance)
         if (number + 1) % 8 == 0:
             lengths = f"{decoded.length:.4f} decoded, {replayed.length:.4f} replayed"
             print(f"{number + 1} prompts, {len(different)} different, {lengths}", flush=True)

@@ -177,8 +177,9 @@ def test_replay_counts_exactly_the_drafts_that_equal_the_answer() -> None:
     """Replay of a pack equals walking with drafts computed one row at a time."""
     drafter, samples = make_drafter(), make_samples(MASKS + [[0] + [1] * 25], seed=2)
     embedding = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    results = replay(drafter, embedding, pack(samples, 3), 3)
-    for sample, result in zip(samples, results, strict=True):
+    for sample, walked in zip(samples, replay(drafter, embedding, [samples], 3), strict=True):
+        result = walked.acceptance
+        assert walked.sample is sample
         length = len(sample.token_ids)
         hits = np.zeros((length, 3), bool)
         for row in range(length):
@@ -197,4 +198,5 @@ def test_a_pack_that_trains_nothing_is_walked_without_a_verification() -> None:
     """One supervised token, or none next to another: nothing is drafted from it and nothing breaks."""
     drafter, samples = make_drafter(), make_samples([[0, 0, 1], [1], [0, 1, 0, 1, 0]])
     embedding = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    assert [result.verifications for result in replay(drafter, embedding, pack(samples, 3), 3)] == [0, 0, 0]
+    walked = replay(drafter, embedding, [samples[:2], samples[2:]], 3)
+    assert [each.acceptance.verifications for each in walked] == [0, 0, 0]

@@ -9,7 +9,6 @@ from helpers_drafter import Sample
 from transformers import AutoModelForCausalLM
 
 from eyas.drafter.eagle3 import Drafter, DrafterConfig
-from eyas.drafter.pack import pack_samples
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_along, decode_plain, decode_speculative
@@ -92,7 +91,7 @@ def test_replay_of_the_answers_counts_what_decoding_counted(window: int, parts) 
             aux.unflatten(-1, (3, -1)),
             torch.zeros(int(mask.sum()), aux.shape[-1] // 3, dtype=aux.dtype),
         )
-        replayed = replay(drafter, embedding, pack_samples([stored], DRAFTS, torch.float64, CPU), DRAFTS)[0]
+        ((_, _, replayed),) = replay(drafter, embedding, [[stored]], DRAFTS)
         assert replayed.verifications == decoded.acceptance.verifications
         assert replayed.accepted_at.tolist() == decoded.acceptance.accepted_at.tolist()
 

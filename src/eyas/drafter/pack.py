@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from eyas.drafter.align import Alignment, BoolArray, align
 from eyas.drafter.attention import EagerAttention, to_device
 from eyas.drafter.flash import FlashAttention
 from eyas.drafter.ops import Picked
+
+T = TypeVar("T")
 
 
 class Stored(Protocol):
@@ -128,6 +131,12 @@ def index_pack(alignment: Alignment, dtype: torch.dtype, device: torch.device) -
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and len(rows) > 0
     attention = FlashAttention(alignment, device) if flash else EagerAttention(alignment, device)
     return PackIndex(rows, final_rows, steps, trained, attention)
+
+
+def group(items: Sequence[T], lengths: Sequence[int], budget: int) -> list[list[T]]:
+    """Items in order, in packs that their lengths fill (see `fill_packs`)."""
+    remaining = iter(items)
+    return [list(islice(remaining, size)) for size in fill_packs(lengths, budget)]
 
 
 def fill_packs(lengths: Sequence[int], budget: int) -> list[int]:

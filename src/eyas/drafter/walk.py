@@ -9,9 +9,9 @@ Averages over all positions and sums of products of per-step accuracies overstat
 drafter that an engine served at 1.66 and this walk puts at 1.654.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.eagle3 import Drafter
-from eyas.drafter.pack import Pack
+from eyas.drafter.pack import Pack, Stored, pack_samples
 from eyas.drafter.ttt import unroll
 
 BoolArray = npt.NDArray[np.bool_]
+S = TypeVar("S", bound=Stored)
 
 
 @dataclass
@@ -104,14 +105,31 @@ def walk(hits: BoolArray, spans: Iterable[tuple[int, int]]) -> Acceptance:
     return total
 
 
-def replay(drafter: Drafter, embedding: Tensor, pack: Pack, drafts: int) -> list[Acceptance]:
-    """Acceptance of each sample of a pack, drafts by argmax (temperature 0), in a chain of `drafts`."""
-    return [
-        walk(hits, answer_spans(mask))
-        for hits, mask in zip(
-            draft_hits(drafter, embedding, pack, drafts), _by_sample(pack, pack.loss_mask), strict=True
-        )
-    ]
+class Replayed(NamedTuple, Generic[S]):
+    """A sample that was walked over.
+
+    Attributes:
+        hits: as `draft_hits` gives them, bool [T, K].
+        acceptance: of all its verifications.
+    """
+
+    sample: S
+    hits: BoolArray
+    acceptance: Acceptance
+
+
+def replay(drafter: Drafter, embedding: Tensor, packs: Iterable[Sequence[S]], drafts: int) -> Iterator[Replayed[S]]:
+    """Walk over samples, drafts by argmax (temperature 0), in a chain of `drafts`.
+
+    Args:
+        embedding: the target's [V, H]; its dtype and device are computed in.
+        packs: samples that share a packed row. One pack is asked for at a time, so no more need be in memory.
+    """
+    for samples in packs:
+        pack = pack_samples(samples, drafts, embedding.dtype, embedding.device)
+        masks = _by_sample(pack, pack.loss_mask)
+        for sample, hits, mask in zip(samples, draft_hits(drafter, embedding, pack, drafts), masks, strict=True):
+            yield Replayed(sample, hits, walk(hits, answer_spans(mask)))
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from eyas.data.tokens import Sample, TokensWriter, sample_id
 from eyas.drafter.eagle3 import Drafter, load_drafter
-from eyas.drafter.pack import fill_packs, pack_samples
+from eyas.drafter.pack import group
 from eyas.drafter.published import read_published
 from eyas.drafter.start import read_start
 from eyas.drafter.target import TargetHead, load_target_head
@@ -116,12 +115,8 @@ def capture_again(
 
 def walk_all(drafter: Drafter, embedding: Tensor, samples: Sequence[StoredSample], drafts: int) -> list[Acceptance]:
     """Acceptance of each sample."""
-    walked: list[Acceptance] = []
-    remaining = iter(samples)
-    for count in fill_packs([len(sample.token_ids) for sample in samples], _PACK_TOKENS):
-        pack = pack_samples(list(islice(remaining, count)), drafts, torch.float32, embedding.device)
-        walked += replay(drafter, embedding, pack, drafts)
-    return walked
+    packs = group(samples, [len(sample.token_ids) for sample in samples], _PACK_TOKENS)
+    return [walked.acceptance for walked in replay(drafter, embedding, packs, drafts)]
 
 
 def added(parts: Sequence[Acceptance], drafts: int) -> Acceptance:

@@ -1,7 +1,6 @@
 """The evaluate stage: acceptance by replay over all held-out samples, and by reference decoding on some of them."""
 
 from collections import Counter
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -9,9 +8,9 @@ import torch
 
 from eyas import fs
 from eyas.drafter.eagle3 import Drafter, load_drafter
-from eyas.drafter.pack import fill_packs, pack_samples
+from eyas.drafter.pack import group
 from eyas.drafter.target import load_target_head
-from eyas.drafter.walk import Acceptance, answer_spans, draft_hits, walk
+from eyas.drafter.walk import Acceptance, answer_spans, replay
 from eyas.engine.local import find_device
 from eyas.errors import TargetError, TrainError
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative, why_not
@@ -20,7 +19,7 @@ from eyas.progress import Progress, say
 from eyas.record import Inputs, load_record
 from eyas.run import Run
 from eyas.stages import Result
-from eyas.store.reader import StoredSample, StoreReader
+from eyas.store.reader import SampleRef, StoredSample, StoreReader
 from eyas.target import Target, load_target
 
 _PACK_TOKENS = 4096
@@ -52,14 +51,13 @@ def execute(run: Run) -> Result:
             expected='a source with split = "heldout", or data.heldout_fraction > 0',
             next=f"{run.command('run', '--redo', 'prepare')}   # after setting one of them",
         )
-    samples = [reader.read(ref.sample_id) for ref in refs]
     target = load_target(run.recipe.target)
     embedding = load_target_head(target, torch.float32, device).embedding
     drafts = run.recipe.evaluate.drafts
-    kinds = _kinds(reader, target, drafter, samples)
-    replayed, by_source, by_sample = _replay(run, drafter, embedding, samples, kinds)
+    kinds = _kinds(reader, target, drafter)
+    replayed, by_source, by_sample = _replay(run, reader, refs, drafter, embedding, kinds)
     result: dict[str, Any] = replayed.as_json() | {"drafts": drafts, "topology": "chain", "temperature": 0.0}
-    result["replay"] = replayed.as_json() | {"samples": len(samples)}
+    result["replay"] = replayed.as_json() | {"samples": len(refs)}
     result["by_source"] = {source: acceptance.as_json() for source, acceptance in sorted(by_source.items())}
     result["by_sample"] = by_sample
     if kinds is not None:
@@ -69,14 +67,14 @@ def execute(run: Run) -> Result:
         why = why_not(target, torch.float32, device)
         if why:
             say(f"evaluate: no reference decoding of {target.path}: {why}")
-        result |= {"decode": {"skipped": why}} if why else _decode(run, drafter, embedding, samples)
+        result |= {"decode": {"skipped": why}} if why else _decode(run, reader, refs, drafter, embedding)
     fs.write_json(run.dir / "eval.json", result)
     shown = ("acceptance_length", "acceptance_per_position", "wall_s", "lossless")
     counts: dict[str, Any] = {key: result[key] for key in shown if key in result}
     return Result(fs.digest_json({key: result[key] for key in ("replay", "drafts")}), counts)
 
 
-def _kinds(reader: StoreReader, target: Target, drafter: Drafter, samples: list[StoredSample]) -> Kinds | None:
+def _kinds(reader: StoreReader, target: Target, drafter: Drafter) -> Kinds | None:
     """Kinds of all tokens of the held-out answers; None, which is said, where the target's tokenizer isn't there."""
     try:
         tokenizer = target.tokenizer
@@ -85,10 +83,9 @@ def _kinds(reader: StoreReader, target: Target, drafter: Drafter, samples: list[
         return None
     in_drafts = np.zeros(target.vocab_size, dtype=bool)
     in_drafts[drafter.draft_ids.cpu().numpy()] = True
-    answers = np.unique(torch.cat([sample.token_ids[sample.loss_mask.bool()] for sample in samples]).numpy())
     return Kinds(
         kinds_of(
-            answers.tolist(),
+            np.flatnonzero(reader.token_counts("heldout")).tolist(),
             tokenizer,
             draft_vocabulary=in_drafts,
             ends=target.eos_token_ids,
@@ -98,31 +95,33 @@ def _kinds(reader: StoreReader, target: Target, drafter: Drafter, samples: list[
 
 
 def _replay(
-    run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample], kinds: Kinds | None
+    run: Run,
+    reader: StoreReader,
+    refs: list[SampleRef],
+    drafter: Drafter,
+    embedding: torch.Tensor,
+    kinds: Kinds | None,
 ) -> tuple[Acceptance, dict[str, Acceptance], dict[str, str]]:
     """The walk over every held-out answer, in fp32: over all samples, over those of each source, and each sample's
     "accepted drafts/verifications" by the first digits of its id, so that two runs can be compared sample by sample."""
-    drafts = run.recipe.evaluate.drafts
-    total, remaining = Acceptance.none(drafts), iter(samples)
-    by_source = {sample.source: Acceptance.none(drafts) for sample in samples}
-    by_sample: dict[str, str] = {}
-    with Progress("evaluate (replay)", len(samples), "samples", run.logs_dir) as progress:
-        for count in fill_packs([len(sample.token_ids) for sample in samples], _PACK_TOKENS):
-            chosen = list(islice(remaining, count))
-            pack = pack_samples(chosen, drafts, torch.float32, embedding.device)
-            for sample, hits in zip(chosen, draft_hits(drafter, embedding, pack, drafts), strict=True):
-                mask = sample.loss_mask.numpy().astype(bool)
-                acceptance = walk(hits, answer_spans(mask))
-                total.merge(acceptance)
-                by_source[sample.source].merge(acceptance)
-                by_sample[sample.id[:_ID_DIGITS]] = f"{acceptance.accepted_at.sum()}/{acceptance.verifications}"
-                if kinds is not None:
-                    kinds.add(sample.token_ids.numpy(), mask, hits)
-            progress.advance(count, f"acceptance length {total.length:.3f}")
+    drafts, by_sample = run.recipe.evaluate.drafts, dict[str, str]()
+    total, by_source = Acceptance.none(drafts), {ref.source: Acceptance.none(drafts) for ref in refs}
+    groups = group(refs, [ref.tokens for ref in refs], _PACK_TOKENS)
+    packs = ([reader.read(ref.sample_id) for ref in chosen] for chosen in groups)
+    with Progress("evaluate (replay)", len(refs), "samples", run.logs_dir) as progress:
+        for sample, hits, acceptance in replay(drafter, embedding, packs, drafts):
+            total.merge(acceptance)
+            by_source[sample.source].merge(acceptance)
+            by_sample[sample.id[:_ID_DIGITS]] = f"{acceptance.accepted_at.sum()}/{acceptance.verifications}"
+            if kinds is not None:
+                kinds.add(sample.token_ids.numpy(), sample.loss_mask.numpy().astype(bool), hits)
+            progress.advance(1, f"acceptance length {total.length:.3f}")
     return total, by_source, by_sample
 
 
-def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[StoredSample]) -> dict[str, Any]:
+def _decode(
+    run: Run, reader: StoreReader, refs: list[SampleRef], drafter: Drafter, embedding: torch.Tensor
+) -> dict[str, Any]:
     """Plain and speculative decoding of the same prompts in this process, in fp32."""
     table = run.recipe.evaluate
     target = TargetSession(
@@ -131,10 +130,10 @@ def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[S
     session = DrafterSession(drafter, embedding, table.drafts)
     total, same, tokens = Acceptance.none(table.drafts), 0, 0
     wall_s = {"plain": 0.0, "speculative": 0.0}
-    chosen = spread(samples, table.decode_prompts)
+    chosen = spread(refs, table.decode_prompts)
     with Progress("evaluate (decoding)", len(chosen), "prompts", run.logs_dir) as progress:
-        for sample in chosen:
-            prompt = prompt_of(sample)
+        for ref in chosen:
+            prompt = prompt_of(reader.read(ref.sample_id))
             generators = [torch.Generator().manual_seed(table.seed) for _ in range(2)]
             plain = decode_plain(target, prompt, table.decode_tokens, table.temperature, generators[0])
             drafted = decode_speculative(target, session, prompt, table.decode_tokens, table.temperature, generators[1])
@@ -156,7 +155,7 @@ def _decode(run: Run, drafter: Drafter, embedding: torch.Tensor, samples: list[S
     return {"decode": total.as_json() | figures, "wall_s": rounded, "lossless": lossless}
 
 
-def spread(samples: list[StoredSample], count: int) -> list[StoredSample]:
+def spread(samples: list[SampleRef], count: int) -> list[SampleRef]:
     """The first `count` samples, taken from the sources in turn."""
     seen: Counter[str] = Counter()
     turns: list[int] = []

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from eyas import fs
 from eyas.data.tokens import Tokens
 from eyas.drafter import fusing
 from eyas.drafter.eagle3 import Drafter
-from eyas.drafter.pack import fill_packs, pack_samples
+from eyas.drafter.pack import group
 from eyas.drafter.saved import newest, step_of
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
@@ -261,14 +260,14 @@ class Trainer:
         """The walk over held-out samples with the drafter as it is now, each process with a share of them."""
         drafts = self.run.recipe.evaluate.drafts
         refs = self.reader.samples("heldout")[: self.table.eval_samples]
-        ids = iter([ref.sample_id for ref in refs])
-        packs = [list(islice(ids, size)) for size in fill_packs([ref.tokens for ref in refs], self.table.batch_tokens)]
+        mine = group(refs, [ref.tokens for ref in refs], self.table.batch_tokens)[
+            self.parallel.rank :: self.parallel.world
+        ]
+        packs = ([self.reader.read(ref.sample_id) for ref in chosen] for chosen in mine)
         total = Acceptance.none(drafts)
         with self.parallel.whole():
-            for pack_ids in packs[self.parallel.rank :: self.parallel.world]:
-                pack = pack_samples([self.reader.read(each) for each in pack_ids], drafts, self.dtype, self.device)
-                for acceptance in replay(self.drafter, self.embedding, pack, drafts):
-                    total.merge(acceptance)
+            for walked in replay(self.drafter, self.embedding, packs, drafts):
+                total.merge(walked.acceptance)
         verifications, *accepted_at = self.parallel.add([total.verifications, *total.accepted_at.tolist()])
         return Acceptance(verifications, np.array(accepted_at))
 
