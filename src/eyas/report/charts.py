@@ -1,6 +1,6 @@
 """The report's charts as inline SVG: no script, no font, no file beside the page.
 
-Colours are CSS classes (`s0` to `s4`, `grid`, `tick`) that the page defines for light and dark. Every point and bar has
+Colours are CSS classes (`s0` to `s6`, `grid`, `tick`) that the page defines for light and dark. Every point and bar has
 a <title>: the page shows it where the pointer is, screen readers read it. 400 units wide, so that text stays legible on
 a phone.
 """

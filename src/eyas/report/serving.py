@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 ALL = "over all"
-_STYLES = ("s1", "s2", "s3", "s4")
+_STYLES = ("s1", "s2", "s3", "s4", "s5", "s6")
 # More sets than colours are told by the table alone.
 _MOST_SETS = len(_STYLES)
 _WITHOUT, _WITH = "without", "with"
