@@ -128,6 +128,30 @@ def test_packing_and_chunking_change_no_loss(name: str, monkeypatch: pytest.Monk
     torch.testing.assert_close(sum(loss([sample]) for sample in trained), together, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_large_vocabulary_makes_smaller_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels an fp32 [rows, Vd] takes at most so much, and the loss and its gradient are the same."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(50, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    lm_head = torch.randn(40, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    teachers = fused.Teachers.of(torch.randn(50, 16, generator=generator, dtype=torch.float64), lm_head)
+    lessons, seen = [fused.Lesson(torch.arange(50), torch.rand(50, generator=generator, dtype=torch.float64))], []
+    losses = LOSSES[name]
+
+    def counted(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        seen.append(len(parts[0]))
+        return losses(*parts)
+
+    found = []
+    for room in (fused.PLAIN_BYTES, 7 * 40 * 4):
+        monkeypatch.setattr(fused, "PLAIN_BYTES", room)
+        sums, drafts = fused.head_loss([hidden], lm_head, teachers, lessons, counted)
+        found.append([sums, drafts, *torch.autograd.grad(sums.sum(), [hidden, lm_head])])
+    assert seen == [50, *[7] * 7, 1]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_a_frozen_head_has_no_gradient_and_changes_no_other() -> None:
     samples, (embedding, lm_head) = make_samples(MASKS), matrices()
     packed = pack_samples(samples, 3, torch.float64, CPU)

@@ -17,6 +17,9 @@ from eyas.drafter.ops import has_kernels, widen
 from eyas.drafter.weights import add_product, zero_sum
 
 CHUNK_ROWS = 8192
+# Of one fp32 [rows, Vd] where there is no kernel: plain torch keeps about eight of them for a chunk of an LK loss. With
+# 8,192 rows they would take 43 GB at Vd 163,840.
+PLAIN_BYTES = 256 << 20
 
 # logits [n, Vd], probs [n, Vd], weights [n] -> each row's loss [n], the gradient of their weighted sum by the logits
 # (in the logits' dtype), and the argmax [n].
@@ -28,7 +31,7 @@ class Teachers:
     """The target's distributions on the draft vocabulary, kept as logits in the compute dtype: half the bytes of fp32.
 
     Attributes:
-        logits: [P, Vd], no gradient.
+        logits: [P, Vd], no gradient; all of a pack, 5 GB in bf16 for 16,384 positions at Vd 163,840.
         log_sum: their log-sum-exp, at least fp32 [P].
     """
 
@@ -96,13 +99,14 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         weight = lm_head.to(hidden[0].dtype)
         d_weight = zero_sum(lm_head) if ctx.needs_input_grad[0] else None
-        room = weight.new_empty(min(CHUNK_ROWS, max(len(rows) for rows in hidden)), len(weight))
+        most = _rows_a_chunk(losses, weight)
+        room = weight.new_empty(min(most, max(len(rows) for rows in hidden)), len(weight))
         sums, drafts, d_hidden = [], [], []
         for rows, lesson in zip(hidden, lessons, strict=True):
             d_rows = torch.empty_like(rows)
             total = lesson.weights.new_zeros(())
-            for low in range(0, len(rows), CHUNK_ROWS):
-                at = slice(low, low + CHUNK_ROWS)
+            for low in range(0, len(rows), most):
+                at = slice(low, low + most)
                 logits = torch.mm(rows[at], weight.T, out=room[: len(rows[at])])
                 row_losses, d_logits, drafted = _losses(
                     logits, teachers, lesson.teacher[at], lesson.weights[at], losses
@@ -129,6 +133,13 @@ class _HeadLoss(torch.autograd.Function):
         for rows in d_hidden:
             rows.mul_(scale)
         return d_weight, None, None, None, *d_hidden
+
+
+def _rows_a_chunk(losses: RowLosses, weight: Tensor) -> int:
+    """By lm_head [Vd, H] in the compute dtype."""
+    if losses is cross_entropy and has_kernels(weight):
+        return CHUNK_ROWS
+    return max(1, min(CHUNK_ROWS, PLAIN_BYTES // (4 * len(weight))))
 
 
 def _losses(
