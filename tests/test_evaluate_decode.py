@@ -63,6 +63,19 @@ def test_speculation_changes_no_token_and_plain_decoding_is_generate(parts, tiny
     assert 0 < total.accepted_at.sum() < DRAFTS * total.verifications, "both outcomes must have been met"
 
 
+def test_no_logits_of_a_whole_prompt_are_made(parts) -> None:
+    target, rows = parts[0], []
+    handle = target.model.lm_head.register_forward_hook(lambda module, inputs, logits: rows.append(logits.shape[1]))
+    prompt = list(range(20, 60))
+    _, decoded = decode_both(parts, prompt)
+    decode_along(target, DrafterSession(*parts[1:], DRAFTS), prompt, decoded.token_ids)
+    handle.remove()
+    assert len(rows) > 3 and max(rows) <= DRAFTS + 1
+    # ... unless they are wanted.
+    target.start()
+    assert target.forward(prompt)[0].shape == (40, 259)
+
+
 def test_decoding_along_an_answer_counts_what_decoding_it_counted(parts) -> None:
     target, drafter, embedding = parts
     for prompt in PROMPTS:

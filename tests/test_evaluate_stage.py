@@ -3,6 +3,8 @@
 import json
 import shutil
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,23 @@ def test_quantised_weights_are_not_decoded_with(tiny_target: Path, tmp_path: Pat
     save_file({"packed": torch.zeros(4, 4, dtype=torch.int32)}, folder / "model.safetensors")
     packed = load_target(TargetTable(path=str(folder)))
     assert "packed is I32" in decode.why_not(packed, torch.float32, torch.device("cpu"))
+
+
+def test_the_first_forward_of_neither_form_is_on_the_clock(evaluated: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("decode_plain", "decode_speculative"):
+        original, first = getattr(evaluate_stage, name), [1000.0]
+
+        def slow(
+            *arguments: object, original: Callable[..., decode.Decoded] = original, first: list[float] = first
+        ) -> decode.Decoded:
+            decoded = original(*arguments)
+            return replace(decoded, wall_s=decoded.wall_s + (first.pop() if first else 0.0))
+
+        monkeypatch.setattr(evaluate_stage, name, slow)
+    run_stage(again(evaluated, "evaluate.decode_prompts=2", "evaluate.decode_tokens=4"), "evaluate", redo=True)
+    result = json.loads((evaluated.dir / "eval.json").read_text())
+    assert result["lossless"] and result["decode"]["prompts"] == 2
+    assert max(result["wall_s"].values()) < 1000
 
 
 def test_the_replay_outlives_decoding_that_fails(evaluated: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,9 @@ class TargetSession:
     def __init__(self, target: Target, dtype: torch.dtype, device: torch.device, aux_layer_ids: Sequence[int]) -> None:
         self.model = load_model(target, dtype).to(device)
         # Transformers renamed the argument (5.24 warns, 5.40 drops the old name).
-        self._cache_name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        known = inspect.signature(self.model.forward).parameters
+        self._cache_name = "cache" if "cache" in known else "past_key_values"
+        self._cuts_logits = "logits_to_keep" in known  # not every checkpoint's own code does
         self.layers = find_decoder(self.model, target).layers
         self.eos = set(target.eos_token_ids)
         self.device, self.aux_layer_ids = device, list(aux_layer_ids)
@@ -57,12 +59,20 @@ class TargetSession:
         self.cache = DynamicCache()
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run the next n tokens; returns logits [n, V] in fp32 and aux hidden states [n, 3H]."""
+    def forward(self, token_ids: Sequence[int], last_only: bool = False) -> tuple[Tensor, Tensor]:
+        """Run the next n tokens; returns logits [n, V] in fp32 and aux hidden states [n, 3H].
+
+        Args:
+            last_only: the logits of the last token alone are wanted, [1, V]: those of a prompt of 4,096 tokens take
+                2 GB at V 128,256.
+        """
+        fewer = {"logits_to_keep": 1} if last_only and self._cuts_logits else {}
         with entering(self.layers, self.aux_layer_ids) as entered:
             ids = torch.tensor([list(token_ids)], device=self.device)
-            logits = self.model(input_ids=ids, use_cache=True, **{self._cache_name: self.cache}).logits
-        return logits[0].float(), torch.cat([entered[layer][0] for layer in self.aux_layer_ids], dim=-1)
+            logits = self.model(input_ids=ids, use_cache=True, **{self._cache_name: self.cache}, **fewer).logits[0]
+        return (logits[-1:] if last_only else logits).float(), torch.cat(
+            [entered[layer][0] for layer in self.aux_layer_ids], dim=-1
+        )
 
     def keep(self, length: int) -> None:
         """Drop all cached positions from `length` on (refused drafts)."""
@@ -174,7 +184,7 @@ def decode_plain(
     emitted: list[int] = []
     feed = list(prompt)
     while len(emitted) < max_tokens and not (emitted and emitted[-1] in target.eos):
-        logits, _ = target.forward(feed)
+        logits, _ = target.forward(feed, last_only=True)
         feed = [_next(logits[-1], temperature, generator)]
         emitted += feed
     return Decoded(emitted, Acceptance.none(0), time.perf_counter() - started)
@@ -194,7 +204,7 @@ def decode_speculative(
     target.start()
     session.start()
     acceptance = Acceptance.none(session.drafts)
-    logits, aux = target.forward(prompt)
+    logits, aux = target.forward(prompt, last_only=True)
     emitted = [_next(logits[-1], temperature, generator)]
     known = len(prompt)  # positions whose target states are final
     follows = [*prompt[1:], emitted[0]]
@@ -224,7 +234,7 @@ def decode_along(
     target.start()
     session.start()
     acceptance, generator = Acceptance.none(session.drafts), torch.Generator()
-    _, aux = target.forward(prompt)
+    _, aux = target.forward(prompt, last_only=True)
     follows, at = [*prompt[1:], answer[0]], 1
     while at < len(answer):
         session.absorb(aux, follows)

@@ -23,6 +23,7 @@ from eyas.store.reader import SampleRef, StoredSample, StoreReader
 from eyas.target import Target, load_target
 
 _PACK_TOKENS = 4096
+_WARM_UP = 8  # tokens decoded before the clock is read
 _ID_DIGITS = 12  # two of 100,000 ids are alike with a chance of 2 in 100,000
 
 
@@ -131,9 +132,12 @@ def _decode(
     total, same, tokens = Acceptance.none(table.drafts), 0, 0
     wall_s = {"plain": 0.0, "speculative": 0.0}
     chosen = spread(refs, table.decode_prompts)
+    prompts = [prompt_of(reader.read(ref.sample_id)) for ref in chosen]
+    # The first forward of each width loads kernels, and plain decoding, which goes first, would pay for both.
+    decode_plain(target, prompts[0], _WARM_UP, 0.0, torch.Generator())
+    decode_speculative(target, session, prompts[0], _WARM_UP, 0.0, torch.Generator())
     with Progress("evaluate (decoding)", len(chosen), "prompts", run.logs_dir) as progress:
-        for ref in chosen:
-            prompt = prompt_of(reader.read(ref.sample_id))
+        for prompt in prompts:
             generators = [torch.Generator().manual_seed(table.seed) for _ in range(2)]
             plain = decode_plain(target, prompt, table.decode_tokens, table.temperature, generators[0])
             drafted = decode_speculative(target, session, prompt, table.decode_tokens, table.temperature, generators[1])
