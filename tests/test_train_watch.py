@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eyas.drafter.pack import pack_samples
 from eyas.drafter.saved import newest
 from eyas.errors import TrainError
+from eyas.progress import Progress
 from eyas.record import load_record, save_record
 from eyas.run import Run, open_run
 from eyas.settings import Train
@@ -59,6 +60,18 @@ def test_each_line_says_rates_memory_and_every_step_k(captured: Path, tmp_path: 
     assert [line["step"] for line in lines if "heldout" in line][:2] == [8, 16]
     assert all(len(each["acceptance_per_position"]) == 3 and each["verifications"] > 0 for each in measured)
     assert measured[-1] == record.counts["heldout"]
+
+
+def test_the_progress_line_says_what_is_known(captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: dict[str, list[str]] = {}
+    monkeypatch.setattr(
+        Progress, "advance", lambda self, amount, note="": notes.setdefault(self.stage, []).append(note)
+    )
+    run_stage(copy_of(captured, tmp_path, "train.epochs=6", "train.eval_every=4"), "train")
+    told = notes["train"]
+    assert told[:3] == ["", "", ""]
+    assert all(re.fullmatch(r"held-out 1\.\d+", note) for note in told[3:9])
+    assert re.fullmatch(r"loss [\d.]+, [\d,]+ tokens/s, data wait [\d.]+%, held-out 1\.\d+", told[-1])
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -318,6 +331,21 @@ def test_early_stop_keeps_the_best_which_is_what_is_exported(captured: Path, tmp
     again = run_stage(killed, "train")
     assert again.output == record.output
     assert again.counts["early_stop"] == record.counts["early_stop"]
+
+
+def test_lengths_of_unlike_chains_decide_nothing(captured: Path, tmp_path: Path) -> None:
+    """With patience the best so far would be compared with walks of more drafts, which are longer."""
+    patient = ["train.patience=3", "train.eval_every=4"]
+    run = copy_of(captured, tmp_path / "patient", *patient)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        stop_after(5, patch)
+        run_stage(run, "train")
+    changed = open_run(tmp_path / "patient" / "recipe.toml", [*SETTINGS, *patient, "evaluate.drafts=5"])
+    with pytest.raises(TrainError, match="evaluate.drafts was 3 and is now 5"):
+        run_stage(changed, "train")
+    # Without, they decide nothing, and a finished drafter does not depend on them.
+    record = run_stage(copy_of(captured, tmp_path / "plain"), "train")
+    assert run_stage(open_run(tmp_path / "plain" / "recipe.toml", [*SETTINGS, "evaluate.drafts=5"]), "train") == record
 
 
 def test_patience_needs_held_out_samples(tiny_target: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """logs/train.jsonl: one JSON object a line, drawn by the report; logs/tensorboard/ beside it where the recipe asks.
 
-every LOG_EVERY steps   {"step", "loss", "loss_per_step", "lr", "grad_norm", "acceptance", "tokens_per_s", "memory_gib",
-                         "mfu"}
+every LOG_EVERY steps   {"step", "tokens_per_s", "first_step_s", "memory_gib", "mfu", "data_wait", "loss",
+                         "loss_per_step", "acceptance", "grad_norm", "lr"}; "mfu" where the device's peak is known
 every eval_every steps  {"step", "heldout": {"acceptance_length", "acceptance_per_position", "verifications"}}
 
 `mfu` is of the vendor's dense bf16 rate (eyas.train.flops). Lists are by step k of the training-time test, or by draft

@@ -32,11 +32,12 @@ def inputs(run: Run) -> Inputs:
     """What the weights depend on: the store (output of the stage before), the target, [drafter] and [train]."""
     # With patience, measurements decide where training ends.
     measured = {"eval_every", "eval_samples"} if run.recipe.train.patience else set()
+    drafts = {"evaluate.drafts": run.recipe.evaluate.drafts} if run.recipe.train.patience else {}
     table = run.recipe.train.model_dump(mode="json", exclude=_NO_INPUT - measured)
     train = {f"train.{key}": value for key, value in table.items()}
     drafter = {f"drafter.{key}": value for key, value in run.recipe.drafter.model_dump(mode="json").items()}
     start = {"start drafter": folder_digest(Path(run.recipe.train.start))} if run.recipe.train.start else {}
-    return train | drafter | start | {"target weights": load_target(run.recipe.target).model_digest}
+    return train | drafts | drafter | start | {"target weights": load_target(run.recipe.target).model_digest}
 
 
 def discard(run: Run) -> None:

@@ -115,7 +115,7 @@ class Trainer:
                 f"train.patience = {self.table.patience}, but {self.run.store_url} has none held out",
                 next="--set train.patience=0, or prepare again with data.heldout_fraction > 0",
             )
-        acceptance, shown = Acceptance.none(self.run.recipe.evaluate.drafts), ""
+        acceptance, shown = Acceptance.none(self.run.recipe.evaluate.drafts), list[str]()
         peak = peak_flops(self.device, self.dtype)
         with (
             memory_in_words(self.device, self.table, self.run),
@@ -145,12 +145,13 @@ class Trainer:
                 if logs:
                     figures, waited = sums.read(), self.parallel.most(meter.share(feed.waited_s))
                     log({"step": done} | meter.as_json() | {"data_wait": round(waited, 4)} | figures.as_json())
-                    shown = f"loss {figures.loss:.3f}, {meter.tokens_per_s:,.0f} tokens/s, data wait {waited:.1%}, "
+                    shown = [f"loss {figures.loss:.3f}, {meter.tokens_per_s:,.0f} tokens/s, data wait {waited:.1%}"]
                 if measures:
                     acceptance = self._measure()
                     log({"step": done, "heldout": acceptance.as_json()})
                     saves = self.patience.saw(done, acceptance) or self.patience.exhausted or saves
-                progress.advance(1, f"{shown}held-out {acceptance.length:.3f}")
+                heldout = [f"held-out {acceptance.length:.3f}"] if acceptance.verifications else []
+                progress.advance(1, ", ".join([*shown, *heldout]))
                 if saves:
                     self._save(done, plan.first_sample + plan.samples)
                 self._maybe_stop(stop, signum, done)
