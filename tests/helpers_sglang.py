@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from eyas.tap.block import Layout, Segment
 from eyas.tap.encode import encode
 from eyas.tap.ring import Ring
+from eyas.tap.writer import RingWriter
 
 
 class FakeSGLang:
@@ -33,8 +34,8 @@ class FakeSGLang:
 
     def __init__(self, target: Path, ring: Path, aux_layer_ids: list[int], chunk: int = 64) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        self.ids, self.chunk, self.ring = aux_layer_ids, chunk, Ring.attach(str(ring))
-        self.ring.open_writer()
+        self.ids, self.chunk, self.ring = aux_layer_ids, chunk, RingWriter.attach(str(ring))
+        self.ring.open()
         self.shift = 0
         self.drop: Counter[int] = Counter()
         self.statuses: list[int] = []

@@ -16,13 +16,13 @@ from eyas.engine.client import SGLangClient
 from eyas.engine.selftest import SelfTest, self_test
 from eyas.errors import EngineError
 from eyas.settings import Target as TargetTable
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 from eyas.target import load_target
 
 
 def run(target: Path, fake: FakeSGLang, ids: tuple[int, ...] = (2, 4, 5), **options: Any) -> SelfTest:
     found = load_target(TargetTable(path=str(target)))
-    ring = Ring.attach(fake.ring.path)
+    ring = RingReader.attach(fake.ring.path)
     return self_test(found, ids, "float32", lambda: SGLangClient(fake.url), ring, **options)
 
 

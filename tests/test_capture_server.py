@@ -25,6 +25,7 @@ from eyas.engine.ring import open_ring
 from eyas.errors import EngineError, Interrupted, StoreFull
 from eyas.run import Run, open_run
 from eyas.store.reader import StoreReader
+from eyas.tap.reader import RingReader
 
 SAMPLES = random_samples([30, 64, 17, 5, 150, 32, 33, 90, 6, 41, 12, 77, 65, 129, 200, 8])
 SERVER = ['engine.kind="sglang"', "capture.in_flight=4", "engine.patience_s=20"]
@@ -218,10 +219,11 @@ def test_a_failed_spot_check_stops_the_capture(
 
 def test_rows_of_dead_workers_are_let_go(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(monkeypatch, tiny_target, tmp_path / "served") as (run, fake, _):
-        fake.ring.open_reader()  # what a worker that was killed leaves: blocks that nobody released
+        reader = RingReader.attach(fake.ring.path)
+        reader.open()  # what a worker that was killed leaves: blocks that nobody released
         body = {"input_ids": SAMPLES[0].token_ids.tolist(), "rid": f"eyas-dead-{SAMPLES[0].id}-1"}
         assert fake.generate(body)[0] == 200 and fake.ring.counters().used_bytes > 0
-        fake.ring.close()
+        reader.close()
         result = execute(run)
         assert result.counts["samples"] == len(SAMPLES) and result.counts["rejected"] == {}
         assert fake.ring.counters().used_bytes == 0
@@ -231,11 +233,12 @@ def test_a_ring_that_is_gone_and_one_that_another_reads(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(monkeypatch, tiny_target, tmp_path / "served") as (run, fake, state):
-        fake.ring.open_reader()
+        reader = RingReader.attach(fake.ring.path)
+        reader.open()
         with pytest.raises(EngineError, match=f"process {os.getpid()} reads this ring") as error:
             execute(run)
         assert error.value.cause.startswith("another eyas captures from the same server")
-        fake.ring.close()
+        reader.close()
         state.ring = f"{fake.ring.path}-gone"
         with pytest.raises(EngineError, match="No such file or directory") as error:
             execute(run)

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from eyas.tap.block import AUX_LAYERS, Rows, table
 from eyas.tap.encode import encode
+from eyas.tap.reader import RingReader
 from eyas.tap.ring import HEADER_BYTES, Layout, Ring, RingError, Segment, least_capacity, row_bytes
+from eyas.tap.writer import RingWriter
 
 ENCODINGS = [("bf16", "bf16"), ("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8")]
 
@@ -56,15 +58,15 @@ def pair(tmp_path):
     layout = Layout(8, "fp8", "bf16")
     path = str(tmp_path / "ring")
     Ring.create(path, least_capacity(layout), layout)
-    writer, reader = Ring.attach(path), Ring.attach(path)
-    writer.open_writer()
+    writer, reader = RingWriter.attach(path), RingReader.attach(path)
+    writer.open()
     yield writer, reader
     reader.close()
 
 
 def fill(path: str) -> None:
     """Publish blocks until there is no room."""
-    ring, number = Ring.attach(path), 0
+    ring, number = RingWriter.attach(path), 0
     while (slot := ring.reserve(16, [Segment("eyas-f", 0, 16)], 0.0)) is not None:
         slot.fill(make_rows(ring.layout, 16, number))
         ring.publish(slot)
@@ -76,8 +78,8 @@ class Naive:
 
     def __init__(self, path: Path, layout: Layout, capacity: int) -> None:
         Ring.create(str(path), capacity, layout)
-        self.writer, self.reader = Ring.attach(str(path)), Ring.attach(str(path))
-        self.reader.open_reader()
+        self.writer, self.reader = RingWriter.attach(str(path)), RingReader.attach(str(path))
+        self.reader.open()
         self.reserved, self.published, self.taken = deque(), deque(), []
         self.sent = self.freed = self.dropped = self.number = 0
 
@@ -162,14 +164,14 @@ def test_like_a_deque(steps, encodings, extra, tmp_path_factory) -> None:
 def test_a_piece_is_its_rows(encodings, tmp_path: Path) -> None:
     layout = Layout(64, *encodings)
     Ring.create(str(tmp_path / "ring"), 1 << 20, layout)
-    ring = Ring.attach(str(tmp_path / "ring"))
-    ring.open_reader()
+    ring, reader = RingWriter.attach(str(tmp_path / "ring")), RingReader.attach(str(tmp_path / "ring"))
+    reader.open()
     segments, rows = [Segment("eyas-a", 5, 3), Segment("eyas-b", 0, 7)], make_rows(layout, 10, 1)
     slot = ring.reserve(10, segments, 0.0)
     assert slot is not None and slot.token_ids.dtype == torch.int32
     slot.fill(rows)
     ring.publish(slot)
-    block = ring.read(1.0)
+    block = reader.read(1.0)
     mask = torch.tensor([True, False, True, True, False, False, True])
     ids, aux, final = block.piece(1, mask)
     assert ids.tolist() == rows.token_ids[3:].tolist() and aux.values.is_contiguous()
@@ -187,7 +189,7 @@ def test_a_row_costs_what_it_stores() -> None:
 
 def test_most_rows_fill_a_quarter(pair) -> None:
     writer, reader = pair
-    reader.open_reader()
+    reader.open()
     segments = [Segment("eyas-a", 0, 10**6), Segment("eyas-b", 7, 10**6)]
     most = writer.most_rows(segments)
     assert most >= 16
@@ -199,7 +201,7 @@ def test_most_rows_fill_a_quarter(pair) -> None:
 
 def test_blocks_leave_in_the_order_of_their_reservation(pair) -> None:
     writer, reader = pair
-    reader.open_reader()
+    reader.open()
     first, second = (writer.reserve(1, [Segment("eyas-a", at, 1)], 0.0) for at in (0, 1))
     with pytest.raises(RuntimeError, match="out of order"):
         writer.publish(second)
@@ -219,7 +221,7 @@ def test_without_a_reader_rows_are_dropped_at_once(pair) -> None:
     began = time.monotonic()
     assert writer.reserve(3, [Segment("eyas-a", 0, 3)], 30.0) is None
     assert writer.dropping == "nobody reads the ring"
-    reader.open_reader()
+    reader.open()
     assert writer.reserve(3, [Segment("eyas-a", 0, 3)], 30.0) is not None and writer.dropping == ""
     reader.close()
     assert writer.reserve(3, [Segment("eyas-a", 0, 3)], 30.0) is None
@@ -228,9 +230,9 @@ def test_without_a_reader_rows_are_dropped_at_once(pair) -> None:
 
 def test_a_full_ring_is_waited_for(pair) -> None:
     writer, reader = pair
-    reader.open_reader()
+    reader.open()
     fill(writer.path)
-    writer = Ring.attach(writer.path)
+    writer = RingWriter.attach(writer.path)
     block = reader.read(0.0)
     threading.Timer(0.3, reader.release, [block]).start()
     began = time.monotonic()
@@ -241,9 +243,9 @@ def test_a_full_ring_is_waited_for(pair) -> None:
 
 def test_a_reader_that_moves_nothing_costs_one_wait(pair) -> None:
     writer, reader = pair
-    reader.open_reader()
+    reader.open()
     fill(writer.path)
-    writer = Ring.attach(writer.path)
+    writer = RingWriter.attach(writer.path)
     block = reader.read(0.0)
     began = time.monotonic()
     waits = []
@@ -297,7 +299,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_what_was_published_is_told(pair) -> None:
     writer, reader = pair
-    reader.open_reader()
+    reader.open()
     slot = writer.reserve(3, [Segment("eyas-a", 0, 3)], 0.0)
     writer.publish(slot)
     reader.memory[HEADER_BYTES] ^= 1  # the block's size
@@ -314,11 +316,11 @@ def test_what_is_not_what_was_published_is_told(pair) -> None:
 
 def test_one_writer_one_reader(pair) -> None:
     writer, reader = pair
-    reader.open_reader()
+    reader.open()
     with pytest.raises(RingError, match=f"process {os.getpid()} reads this ring"):
-        Ring.attach(writer.path).open_reader()
+        RingReader.attach(writer.path).open()
     child = subprocess.run(
-        [sys.executable, "-c", f"from eyas.tap.ring import Ring; Ring.attach({writer.path!r}).open_writer()"],
+        [sys.executable, "-c", f"from eyas.tap.writer import RingWriter; RingWriter.attach({writer.path!r}).open()"],
         capture_output=True,
         text=True,
     )
@@ -329,10 +331,10 @@ def test_one_writer_one_reader(pair) -> None:
 
 CONSUMER = """
 import sys, time, torch
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 path, log, pause, count = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
-ring = Ring.attach(path)
-ring.open_reader()
+ring = RingReader.attach(path)
+ring.open()
 print("reading", flush=True)
 with open(log, "a") as out:
     while count:
@@ -376,8 +378,8 @@ class Producer:
     def __init__(self, tmp_path: Path, capacity: int = 1 << 20) -> None:
         self.path = str(tmp_path / "ring")
         Ring.create(self.path, capacity, Layout(64, "bf16", "bf16"))
-        self.ring = Ring.attach(self.path)
-        self.ring.open_writer()
+        self.ring = RingWriter.attach(self.path)
+        self.ring.open()
         self.number = 0
 
     def send(self, patience_s: float = 30.0) -> bool:
@@ -465,7 +467,7 @@ def test_a_stopped_reader_costs_one_wait_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_silent_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.tap.ring.STALE_S", 0.5)
+    monkeypatch.setattr("eyas.tap.writer.STALE_S", 0.5)
     producer = Producer(tmp_path, 1 << 18)
     consumer = Consumer(producer.path, tmp_path / "log")
     consumer.kill(signal.SIGSTOP)
@@ -480,14 +482,14 @@ def test_a_writer_that_is_killed_leaves_whole_blocks(tmp_path: Path) -> None:
     """Killed between filling a block and publishing it, at some hundred places: the reader sees whole blocks only."""
     path = str(tmp_path / "ring")
     Ring.create(path, 1 << 20, Layout(64, "bf16", "bf16"))
-    reader = Ring.attach(path)
-    reader.open_reader()
+    reader = RingReader.attach(path)
+    reader.open()
     program = f"""
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_tap_ring import *
-producer = Producer.__new__(Producer); producer.ring, producer.number = Ring.attach({path!r}), 0
-producer.ring.open_writer()
+producer = Producer.__new__(Producer); producer.ring, producer.number = RingWriter.attach({path!r}), 0
+producer.ring.open()
 print("writing", flush=True)
 while True:
     producer.send()

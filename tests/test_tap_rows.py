@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from eyas.tap.encode import encode
 from eyas.tap.events import Events, Refused
+from eyas.tap.reader import RingReader
 from eyas.tap.ring import Layout, Ring, least_capacity
 from eyas.tap.send import Output, Piece, Sender, gather, split
 from eyas.tap.sglang import checked, snapshot
+from eyas.tap.writer import RingWriter
 
 HIDDEN = 16
 
@@ -130,8 +132,8 @@ def test_what_is_sent_is_what_comes_out(encodings, packed, tmp_path) -> None:
     """A batch larger than a quarter of the ring, with a foreign request in it, read back and put together."""
     layout = Layout(HIDDEN, *encodings)
     Ring.create(str(tmp_path / "ring"), 256 << 10, layout)
-    ring, reader = Ring.attach(str(tmp_path / "ring")), Ring.attach(str(tmp_path / "ring"))
-    reader.open_reader()
+    ring, reader = RingWriter.attach(str(tmp_path / "ring")), RingReader.attach(str(tmp_path / "ring"))
+    reader.open()
     sender = Sender(ring, Events(str(tmp_path / "events")), torch.device("cpu"), 1.0)
     requests = [("eyas-a", 64, 300, 400), ("other", 0, 7, 7), ("eyas-b", 0, 500, 450)]
     batch, output = snapshot(make_batch(requests), "eyas-"), make_output(820, packed)
@@ -160,8 +162,8 @@ def test_many_short_requests_go_through_the_smallest_ring(tmp_path) -> None:
     """Their names alone would fill a quarter of it."""
     layout = Layout(HIDDEN, "bf16", "bf16")
     Ring.create(str(tmp_path / "ring"), least_capacity(layout), layout)
-    ring, reader = Ring.attach(str(tmp_path / "ring")), Ring.attach(str(tmp_path / "ring"))
-    reader.open_reader()
+    ring, reader = RingWriter.attach(str(tmp_path / "ring")), RingReader.attach(str(tmp_path / "ring"))
+    reader.open()
     sender = Sender(ring, Events(str(tmp_path / "events")), torch.device("cpu"), 1.0)
     pieces = [Piece(f"eyas-{'x' * 80}-{number}", 0, 2, 2 * number) for number in range(500)]
     taken = []
@@ -183,12 +185,12 @@ def test_many_short_requests_go_through_the_smallest_ring(tmp_path) -> None:
 
 def test_one_event_for_each_stretch_of_drops(tmp_path) -> None:
     Ring.create(str(tmp_path / "ring"), 1 << 20, Layout(HIDDEN, "bf16", "bf16"))
-    ring, reader = Ring.attach(str(tmp_path / "ring")), Ring.attach(str(tmp_path / "ring"))
+    ring, reader = RingWriter.attach(str(tmp_path / "ring")), RingReader.attach(str(tmp_path / "ring"))
     sender = Sender(ring, Events(str(tmp_path / "events"), 0), torch.device("cpu"), 1.0)
     pieces = [Piece("eyas-a", 0, 9, 0)]
     for _ in range(3):
         sender.send(pieces, make_output(9, False))
-    reader.open_reader()
+    reader.open()
     for _ in range(3):
         sender.send(pieces, make_output(9, False))
     reader.close()
@@ -200,8 +202,8 @@ def test_one_event_for_each_stretch_of_drops(tmp_path) -> None:
 
 def test_a_gpu_that_is_full_drops_rows_and_lives(tmp_path, monkeypatch) -> None:
     Ring.create(str(tmp_path / "ring"), 1 << 20, Layout(HIDDEN, "bf16", "bf16"))
-    ring, reader = Ring.attach(str(tmp_path / "ring")), Ring.attach(str(tmp_path / "ring"))
-    reader.open_reader()
+    ring, reader = RingWriter.attach(str(tmp_path / "ring")), RingReader.attach(str(tmp_path / "ring"))
+    reader.open()
     sender = Sender(ring, Events(str(tmp_path / "events")), torch.device("cpu"), 1.0)
 
     def full(*_):

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from eyas.tap.block import Layout
+from eyas.tap.reader import RingReader
 from eyas.tap.ring import Ring
 
 BLOCK, HIDDEN, BLOCKS = 4, 16, 40
@@ -175,8 +176,8 @@ def test_rows_are_those_of_a_naive_reading(data: Any, tap: Any, tmp_path_factory
         connector = make(tap, folder, monkeypatch)
     cache = torch.randn(BLOCKS, 4, BLOCK, HIDDEN) * 3
     connector.register_kv_caches({"states": cache})
-    reader = Ring.attach(str(folder / "ring"))
-    reader.open_reader()
+    reader = RingReader.attach(str(folder / "ring"))
+    reader.open()
     free, parts = list(range(BLOCKS)), []
     for number in range(data.draw(st.integers(1, 4))):
         start, count = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 12))

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eyas.engine.inject import write_plugin
+from eyas.tap.reader import RingReader
 from eyas.tap.ring import Layout, Ring
 
 # 25 s on two idle cores; ten times that where six of them share the cores.
@@ -75,7 +76,7 @@ class TapServer:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=whole, start_new_session=True)
         self.rows: dict[tuple[str, int], list] = {}
-        self.ring: Ring | None = None
+        self.ring: RingReader | None = None
 
     def wait(self) -> None:
         """Return once it is warm. Raises AssertionError with the end of its log where it ends before."""
@@ -114,8 +115,8 @@ class TapServer:
         return answers
 
     def open(self) -> None:
-        self.ring = Ring.attach(str(self.ring_path))
-        self.ring.open_reader()
+        self.ring = RingReader.attach(str(self.ring_path))
+        self.ring.open()
 
     def collect(self) -> None:
         """Take what has come into the ring; all rows of answered requests are there, on a CPU."""

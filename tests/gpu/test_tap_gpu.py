@@ -15,6 +15,7 @@ from eyas.tap.encode import Encoded, encode
 from eyas.tap.events import Events
 from eyas.tap.ring import Layout, Ring, row_bytes
 from eyas.tap.send import Output, Piece, Sender
+from eyas.tap.writer import RingWriter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 ENCODINGS = [("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")]
@@ -22,10 +23,10 @@ ENCODINGS = [("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")]
 # Reads `rows` rows and saves them whole (or, with no file, only gives them back), slowly if asked to.
 CONSUMER = """
 import sys, time, torch
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 path, out, rows, pause = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-ring, kept, seen = Ring.attach(path), [], 0
-ring.open_reader()
+ring, kept, seen = RingReader.attach(path), [], 0
+ring.open()
 print("reading", flush=True)
 while seen < rows:
     block = ring.read(0.1)
@@ -62,13 +63,13 @@ def path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def make_sender(path: Path, tmp_path: Path) -> Iterator[Callable[[Layout, int], tuple[Sender, Ring]]]:
+def make_sender(path: Path, tmp_path: Path) -> Iterator[Callable[[Layout, int], tuple[Sender, RingWriter]]]:
     """Makes the ring of a layout and capacity, and what sends into it."""
     senders: list[Sender] = []
 
-    def make(layout: Layout, capacity: int) -> tuple[Sender, Ring]:
+    def make(layout: Layout, capacity: int) -> tuple[Sender, RingWriter]:
         Ring.create(str(path), capacity, layout)
-        ring = Ring.attach(str(path))
+        ring = RingWriter.attach(str(path))
         senders.append(Sender(ring, Events(str(tmp_path / "events")), torch.device("cuda", 0), 30.0))
         return senders[-1], ring
 

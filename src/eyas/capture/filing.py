@@ -20,7 +20,7 @@ from eyas.errors import EngineError
 from eyas.store.writer import BadStates, StoreWriter
 from eyas.tap.block import Block, Segment
 from eyas.tap.encode import Encoded, decode
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 
 _THREADS = 4  # one pwrite stream reaches 4 GB/s, but waits for the disk while it commits a shard
 _READ_S = 0.1
@@ -68,7 +68,7 @@ class Filing:
         rows: rows taken so far, whoever's.
     """
 
-    def __init__(self, ring: Ring, writer: StoreWriter) -> None:
+    def __init__(self, ring: RingReader, writer: StoreWriter) -> None:
         self._ring, self._writer = ring, writer
         self._requests: dict[str, Request] = {}
         self._ended = threading.Event()
@@ -178,7 +178,7 @@ _Queue = queue.SimpleQueue[tuple[Block, int, Request] | None]
 class Marker:
     """Tells when everything that was in the ring, or on its way there, has been filed and released."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: RingReader) -> None:
         self._ring = ring
         self._reserved = ring.counters().reserved_rows
         self._head = -1

@@ -25,7 +25,7 @@ from eyas.run import Run
 from eyas.signals import Stop
 from eyas.store.writer import StoreWriter
 from eyas.tap.block import row_bytes
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 from eyas.target import Target
 
 # Fewer tokens say little: their log-probabilities are checked only where a shard has nothing longer.
@@ -192,7 +192,7 @@ class _Capture:
             },
         )
 
-    def _advance(self, progress: Progress, worker: Worker, ring: Ring, first: int) -> None:
+    def _advance(self, progress: Progress, worker: Worker, ring: RingReader, first: int) -> None:
         counters = ring.counters()
         filled, rows = counters.used_bytes / counters.capacity_bytes, counters.used_bytes // row_bytes(ring.layout)
         note = f"{rows:,} rows in the ring ({filled:.0%}), {size(self.writer.files.free_bytes())} of disk left"

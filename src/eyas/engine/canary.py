@@ -13,7 +13,8 @@ from torch import Tensor
 from eyas.engine.client import EngineClient, Prefilled, Refused, ServerFacts, Transient
 from eyas.errors import EngineError, TargetError
 from eyas.tap.encode import FAULT_NAMES, FINE, decode
-from eyas.tap.ring import Counters, Ring
+from eyas.tap.reader import RingReader
+from eyas.tap.ring import Counters
 from eyas.target import Target
 
 LAYER_ROWS = 1024  # first rows, kept to be run through the checkpoint's layers
@@ -72,7 +73,7 @@ def canary_ids(target: Target, length: int) -> list[int]:
     return token_ids[:length] or [chance.randrange(target.vocab_size) for _ in range(length)]
 
 
-def take(ring: Ring, client: EngineClient, token_ids: list[int], rid: str, watch: Callable[[], None]) -> Canary:
+def take(ring: RingReader, client: EngineClient, token_ids: list[int], rid: str, watch: Callable[[], None]) -> Canary:
     """Send one prompt and take its rows off the ring."""
     count, logprobs_from = len(token_ids), max(0, len(token_ids) - LOGPROB_ROWS - 1)
     asking = _Asking(client, token_ids, rid, logprobs_from)

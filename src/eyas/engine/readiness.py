@@ -32,7 +32,7 @@ from eyas.engine.ring import read_from
 from eyas.errors import EngineError, Interrupted
 from eyas.progress import duration, say
 from eyas.signals import Stop
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 
 LAYERS = (
     "process alive",
@@ -109,7 +109,7 @@ class Watched:
             return 0
 
 
-def fire(watched: Watched, ring: Ring, client: EngineClient, token_ids: Sequence[int]) -> bool:
+def fire(watched: Watched, ring: RingReader, client: EngineClient, token_ids: Sequence[int]) -> bool:
     """Send a request of Eyas's own and take its rows from the ring; False where the server can't be reached yet.
 
     Raises: EngineError where the server answered and no rows came, or answered nonsense.
@@ -143,7 +143,7 @@ def fire(watched: Watched, ring: Ring, client: EngineClient, token_ids: Sequence
     )
 
 
-def _take_rows(ring: Ring, rid: str, wanted: int) -> int:
+def _take_rows(ring: RingReader, rid: str, wanted: int) -> int:
     """How many of so many rows of a request arrive in the ring; all blocks are given back."""
     rows, deadline = 0, time.monotonic() + _FIRE_PATIENCE_S
     while rows < wanted and time.monotonic() < deadline:

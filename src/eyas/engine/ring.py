@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from eyas.errors import EngineError
-from eyas.tap.ring import Ring, RingError
+from eyas.tap.reader import RingReader
+from eyas.tap.ring import RingError
 
 SHM = Path("/dev/shm")  # where rings lie
 
 
-def open_ring(path: str, stop: str) -> Ring:
+def open_ring(path: str, stop: str) -> RingReader:
     """The ring, mapped.
 
     Args:
@@ -16,7 +17,7 @@ def open_ring(path: str, stop: str) -> Ring:
     Raises: EngineError where it is gone, or is no ring.
     """
     try:
-        return Ring.attach(path)
+        return RingReader.attach(path)
     except (OSError, RingError) as error:
         raise EngineError(
             f"{path}: {error}",
@@ -26,13 +27,13 @@ def open_ring(path: str, stop: str) -> Ring:
         ) from None
 
 
-def read_from(ring: Ring) -> None:
+def read_from(ring: RingReader) -> None:
     """Become the ring's reader.
 
     Raises: EngineError where another process is it, or the file is gone.
     """
     try:
-        ring.open_reader()
+        ring.open()
     except (OSError, RingError) as error:
         raise EngineError(
             f"{ring.path}: {error}",

@@ -37,7 +37,7 @@ from eyas.engine.compare import (
 from eyas.engine.partial import PartialDecoder, Unchecked, embeddings
 from eyas.engine.ring import read_from
 from eyas.errors import EngineError
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 from eyas.target import Target
 
 _CPU = torch.device("cpu")  # the engine has taken the GPU
@@ -88,7 +88,7 @@ def self_test(
     aux_layer_ids: Sequence[int],
     dtype: str,
     connect: Callable[[], EngineClient],
-    ring: Ring,
+    ring: RingReader,
     *,
     middle: bool = False,
     watch: Callable[[], None] = lambda: None,

@@ -22,7 +22,7 @@ from eyas.errors import EngineError, Interrupted
 from eyas.progress import say
 from eyas.run import Run
 from eyas.signals import Stop
-from eyas.tap.ring import Ring
+from eyas.tap.reader import RingReader
 
 STATE_FILE = "server.json"
 
@@ -87,7 +87,7 @@ class ServerState:
         """For asking it; one for each event loop."""
         return KINDS[self.engine].client(self.url, Path(self.events))
 
-    def open_ring(self) -> Ring:
+    def open_ring(self) -> RingReader:
         """Its ring, mapped. Raises EngineError where that is gone."""
         return open_ring(self.ring, stop_command(self.mark) or f"kill {self.pid}")
 

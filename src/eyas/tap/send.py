@@ -18,8 +18,9 @@ from torch import Tensor
 from .block import AUX_LAYERS, Rows, Segment, Slot
 from .encode import encode
 from .events import Events, Refused
-from .ring import Ring, RingError
+from .ring import RingError
 from .settings import Settings
+from .writer import RingWriter
 
 _MOST_REQUESTS = 64  # in a block: their names take 6 KB of the 16 that the smallest ring has for them
 
@@ -53,7 +54,7 @@ def connect(settings: Settings, events: Events, device: torch.device) -> "Sender
     Raises: Refused where it is gone, or its rows hold something else.
     """
     try:
-        ring = Ring.attach(settings.ring)
+        ring = RingWriter.attach(settings.ring)
         if ring.layout != settings.layout:
             raise RingError(f"{settings.ring}: {ring.layout}")
         sender = Sender(ring, events, device, settings.patience_s)
@@ -71,15 +72,15 @@ class Sender:
         pinned: whether the ring is registered with CUDA.
     """
 
-    def __init__(self, ring: Ring, events: Events, device: torch.device, patience_s: float) -> None:
+    def __init__(self, ring: RingWriter, events: Events, device: torch.device, patience_s: float) -> None:
         self._ring, self._events, self._patience_s = ring, events, patience_s
         self._dropping = False
-        ring.open_writer()
+        ring.open()
         self._copier = _Copier(ring, device) if device.type == "cuda" else None
         self.pinned = self._copier is not None
 
     def send(self, pieces: list[Piece], output: Output) -> None:
-        """Put these rows into the ring, in blocks that leave it in order; waits for room as `Ring.reserve` does."""
+        """Put these rows into the ring, in blocks that leave it in order; waits for room as `reserve` does."""
         deadline = time.monotonic() + self._patience_s
         for part in self._parts(pieces):
             segments = [Segment(*piece[:3]) for piece in part]
@@ -128,7 +129,7 @@ class Sender:
 class _Copier:
     """The side stream, and the thread that publishes what it has copied."""
 
-    def __init__(self, ring: Ring, device: torch.device) -> None:
+    def __init__(self, ring: RingWriter, device: torch.device) -> None:
         self._ring, self._device = ring, device
         code = int(torch.cuda.cudart().cudaHostRegister(ring.memory.data_ptr(), ring.memory.numel(), 0))
         if code != 0:
