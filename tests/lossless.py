@@ -16,8 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from eyas.drafter.eagle3 import load_drafter
-from eyas.drafter.saved import newest
+from eyas.drafter.saved import load_drafter, newest
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
 from eyas.engine.local import LocalEngine

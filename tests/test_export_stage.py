@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from eyas import cli, fs
 from eyas.drafter.eagle3 import DrafterConfig
-from eyas.errors import CorruptStore, ExportError, EyasError, VerificationFailed
+from eyas.errors import CorruptStore, ExportError, EyasError, TrainError, VerificationFailed
 from eyas.export import stage
 from eyas.export.form import flat_config
 from eyas.run import Run
@@ -136,10 +136,10 @@ def test_another_form_needs_redo_and_another_checkpoint_is_seen(run: Run, tmp_pa
 def test_missing_and_cut_checkpoints(run: Run) -> None:
     weights = run.train_dir / "step-20" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
-    with pytest.raises(ExportError, match="model.safetensors: not readable"):
+    with pytest.raises(TrainError, match="model.safetensors: not readable"):
         run_stage(run, "export")
     weights.unlink()
-    with pytest.raises(ExportError, match="model.safetensors: missing"):
+    with pytest.raises(TrainError, match="model.safetensors: missing"):
         run_stage(run, "export")
     (run.train_dir / "step-20").rename(run.train_dir / ".partial-step-20")
     with pytest.raises(ExportError, match="no checkpoint") as caught:

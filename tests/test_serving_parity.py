@@ -13,7 +13,8 @@ from helpers_capture import make_run
 from transformers import AutoModelForCausalLM
 
 from eyas.data.tokens import Sample, sample_id
-from eyas.drafter.eagle3 import Drafter, load_drafter
+from eyas.drafter.eagle3 import Drafter
+from eyas.drafter.saved import load_drafter
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance
 from eyas.engine.drafting import Drafting

@@ -17,21 +17,17 @@ Four switches change this; names, places and tensors are the engines' (vLLM 0.32
 Shapes: R rows, H hidden, Hq/Hk query/key-value heads, D head_dim, V target vocabulary, Vd draft vocabulary.
 """
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eyas.drafter import ops
 from eyas.drafter.ops import rotate, widen
-from eyas.errors import TrainError
 from eyas.settings import Drafter as DrafterTable
 from eyas.target import Target
 
@@ -267,18 +263,3 @@ class Drafter(nn.Module):
     def logits(self, features: Tensor) -> Tensor:
         """Pre-norm features [R, H] -> logits over the draft vocabulary, fp32 [R, Vd]."""
         return widen(self.lm_head(self.norm(features)))
-
-
-def load_drafter(folder: Path) -> Drafter:
-    """A drafter from a checkpoint folder (drafter.json, model.safetensors); fp32, on the CPU."""
-    try:
-        config = DrafterConfig(**json.loads((folder / "drafter.json").read_text(encoding="utf-8")))
-        drafter = Drafter(config)
-        drafter.load_state_dict(load_file(folder / "model.safetensors"))
-    except FileNotFoundError as error:
-        raise TrainError(
-            f"{error.filename}: no such file", expected="a checkpoint folder with drafter.json and model.safetensors"
-        ) from None
-    except (TypeError, RuntimeError) as error:
-        raise TrainError(f"{folder}: not a drafter that this version reads: {error}") from None
-    return drafter

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from eyas.data.tokens import Sample, TokensWriter, sample_id
-from eyas.drafter.eagle3 import Drafter, load_drafter
+from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import group
 from eyas.drafter.published import read_published
+from eyas.drafter.saved import load_drafter
 from eyas.drafter.start import read_start
 from eyas.drafter.target import TargetHead, load_target_head
 from eyas.drafter.walk import Acceptance, replay

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from eyas import fs
-from eyas.drafter.eagle3 import Drafter, load_drafter
+from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import group
+from eyas.drafter.saved import load_drafter
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, answer_spans, replay
 from eyas.engine.local import find_device

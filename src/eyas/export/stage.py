@@ -1,22 +1,21 @@
 """The export stage: the trained checkpoint as a folder for SGLang and vLLM, checked before it gets its name."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from eyas import fs
 from eyas.drafter.eagle3 import DrafterConfig
 from eyas.drafter.published import read_published
+from eyas.drafter.saved import newest, read_shape, read_weights
 from eyas.drafter.target import load_target_head
 from eyas.engine.drafting import serving_kind, serving_run
 from eyas.engine.find import find_engine
 from eyas.engine.kinds import KINDS
-from eyas.errors import CorruptStore, ExportError, StoreError, VerificationFailed
+from eyas.errors import CorruptStore, ExportError, StoreError, TrainError, VerificationFailed
 from eyas.export.check import check_folder
 from eyas.export.form import (
     CONFIG_FILE,
@@ -32,8 +31,6 @@ from eyas.run import Run
 from eyas.stages import Result, remove_tree
 from eyas.store.reader import StoreReader
 from eyas.target import Target, load_target
-
-_STEP = re.compile(r"step-(\d+)")
 
 
 def inputs(run: Run) -> Inputs:
@@ -52,7 +49,8 @@ def discard(run: Run) -> None:
 def execute(run: Run) -> Result:
     """Write `export/`: under a temporary name, checked as an engine would read it, then renamed.
 
-    Raises: ExportError where there is no whole checkpoint, or the folder would not serve what was trained.
+    Raises: ExportError where there is no checkpoint, or the folder would not serve what was trained; TrainError where
+        the checkpoint isn't whole.
     """
     target, settings = load_target(run.recipe.target), run.recipe.export
     checkpoint = trained_checkpoint(run)
@@ -144,7 +142,7 @@ def _trained_shape(run: Run, target: Target) -> DrafterConfig:
     """Of the checkpoint; where checkpoints were removed since, with a line that says so, of the folder itself."""
     try:
         return read_shape(trained_checkpoint(run))
-    except ExportError as error:
+    except (ExportError, TrainError) as error:
         say(f"export: the folder is not compared with what was trained ({error.seen}), only with what is to serve it")
         return read_published(run.export_dir, target).config
 
@@ -182,41 +180,10 @@ def trained_checkpoint(run: Run) -> Path:
     chosen = run.train_dir / str(record.counts.get("checkpoint")) if record else None
     if chosen is not None and chosen.is_dir():
         return chosen
-    steps = [(int(match[1]), path) for path in run.train_dir.glob("step-*") if (match := _STEP.fullmatch(path.name))]
-    if not steps:
+    found = newest(run.train_dir)
+    if found is None:
         raise ExportError(f"{run.train_dir}: no checkpoint", expected="step-N folders", next=run.command("train"))
-    return max(steps)[1]
-
-
-def read_shape(checkpoint: Path) -> DrafterConfig:
-    """A checkpoint's drafter.json. Raises ExportError where it is missing or isn't one."""
-    path = checkpoint / "drafter.json"
-    try:
-        return DrafterConfig(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise _not_whole(path, "missing") from None
-    except (ValueError, TypeError) as error:
-        raise _not_whole(path, f"not readable: {error}") from None
-
-
-def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, fp32. Raises ExportError where the file is missing or cut."""
-    path = checkpoint / WEIGHTS_FILE
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise _not_whole(path, "missing") from None
-    except SafetensorError as error:
-        raise _not_whole(path, f"not readable: {error}") from None
-
-
-def _not_whole(path: Path, fault: str) -> ExportError:
-    return ExportError(
-        f"{path}: {fault}",
-        expected="a whole checkpoint of the train stage",
-        cause="files were moved or edited by hand, or come from another version of Eyas",
-        next=f"rm -r {path.parent}   # then export again: the checkpoint before it is used",
-    )
+    return found
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], form: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from eyas.drafter.saved import checkpoints
 from eyas.drafter.vocab import coverage
 from eyas.engine.profile import load_profile
 from eyas.errors import StoreError
@@ -162,9 +163,8 @@ def _store_facts(reader: StoreReader, url: str) -> StoreFacts:
 
 def _vocabulary(run: Run, reader: StoreReader | None) -> Vocabulary | None:
     """From the newest weights that hold t2d (the export's, else the newest checkpoint's) and the store's counts."""
-    steps = [path for path in run.train_dir.glob("step-*") if path.name[5:].isdigit()]
-    newest = max(steps, key=lambda path: int(path.name[5:]), default=run.train_dir)
-    path = next((path for path in (run.export_dir, newest) if (path / "model.safetensors").is_file()), None)
+    folders = [run.export_dir, *checkpoints(run.train_dir)[-1:]]
+    path = next((path for path in folders if (path / "model.safetensors").is_file()), None)
     if path is None:
         return None
     with safe_open(path / "model.safetensors", framework="numpy") as handle:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas import fs
 from eyas.drafter.eagle3 import Drafter
-from eyas.drafter.saved import checkpoints
+from eyas.drafter.saved import SHAPE_FILE, WEIGHTS_FILE, checkpoints, read_weights
 from eyas.errors import TrainError
 from eyas.train.parallel import Parallel
 
@@ -56,8 +56,8 @@ def save_checkpoint(
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir()
-        fs.write_json(partial / "drafter.json", asdict(drafter.config))
-        save_file(weights, partial / "model.safetensors")
+        fs.write_json(partial / SHAPE_FILE, asdict(drafter.config))
+        save_file(weights, partial / WEIGHTS_FILE)
         save_file(moments, partial / "optimizer.safetensors")
         fs.write_json(partial / "state.json", state)
         fs.commit_folder(partial, final)
@@ -78,8 +78,8 @@ def load_checkpoint(folder: Path, drafter: Drafter, optimizer: torch.optim.Optim
     Raises: TrainError where the checkpoint has other tensors than this drafter.
     """
     own = drafter.state_dict()
+    weights = read_weights(folder)
     try:
-        weights = load_file(folder / "model.safetensors")
         drafter.load_state_dict({name: parallel.like(value, own.get(name, value)) for name, value in weights.items()})
     except RuntimeError as error:
         raise TrainError(f"{folder}: its weights do not fit this drafter: {error}", next=f"rm -r {folder}") from None
