@@ -21,7 +21,7 @@ from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
 from eyas.engine.local import LocalEngine
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative
-from eyas.evaluate.stage import prompt_of
+from eyas.evaluate.prompts import prompt_ids
 from eyas.run import open_run
 from eyas.store.reader import StoreReader
 from eyas.target import load_target
@@ -66,7 +66,7 @@ def main() -> int:
     generator, different, tokens = torch.Generator(), [], 0
     refs = reader.samples("heldout")[: arguments.prompts]
     for number, ref in enumerate(refs):
-        prompt = prompt_of(reader.read(ref.sample_id))
+        prompt = list(prompt_ids(reader.read(ref.sample_id)))
         plain = decode_plain(session, prompt, arguments.tokens, 0.0, generator)
         fast = decode_speculative(session, drafting, prompt, arguments.tokens, 0.0, generator)
         if plain.token_ids != fast.token_ids:

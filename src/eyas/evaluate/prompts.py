@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from eyas import fs
 from eyas.data.encode import Encoder
 from eyas.data.filters import Filters
@@ -20,6 +22,7 @@ from eyas.drafter.walk import answer_spans
 from eyas.errors import DataError, RecipeError
 from eyas.progress import say
 from eyas.run import Run
+from eyas.store.reader import StoredSample
 from eyas.target import Target
 
 
@@ -94,9 +97,9 @@ def load_sets(run: Run, target: Target) -> PromptSets:
     return PromptSets(sets, maker)
 
 
-def prompt_ids(sample: Sample) -> tuple[int, ...]:
+def prompt_ids(sample: Sample | StoredSample) -> tuple[int, ...]:
     """The tokens before a sample's first answer."""
-    first, _ = answer_spans(sample.loss_mask)[0]
+    first, _ = answer_spans(np.asarray(sample.loss_mask))[0]
     return tuple(int(token) for token in sample.token_ids[:first])
 
 

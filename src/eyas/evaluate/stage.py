@@ -11,16 +11,17 @@ from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import group
 from eyas.drafter.saved import load_drafter
 from eyas.drafter.target import load_target_head
-from eyas.drafter.walk import Acceptance, answer_spans, replay
+from eyas.drafter.walk import Acceptance, replay
 from eyas.engine.local import find_device
 from eyas.errors import TargetError, TrainError
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_plain, decode_speculative, why_not
 from eyas.evaluate.kinds import Kinds, kinds_of
+from eyas.evaluate.prompts import prompt_ids
 from eyas.progress import Progress, say
 from eyas.record import Inputs, load_record
 from eyas.run import Run
 from eyas.stages import Result
-from eyas.store.reader import SampleRef, StoredSample, StoreReader
+from eyas.store.reader import SampleRef, StoreReader
 from eyas.target import Target, load_target
 
 _PACK_TOKENS = 4096
@@ -133,7 +134,7 @@ def _decode(
     total, same, tokens = Acceptance.none(table.drafts), 0, 0
     wall_s = {"plain": 0.0, "speculative": 0.0}
     chosen = spread(refs, table.decode_prompts)
-    prompts = [prompt_of(reader.read(ref.sample_id)) for ref in chosen]
+    prompts = [prompt_ids(reader.read(ref.sample_id)) for ref in chosen]
     # The first forward of each width loads kernels, and plain decoding, which goes first, would pay for both.
     decode_plain(target, prompts[0], _WARM_UP, 0.0, torch.Generator())
     decode_speculative(target, session, prompts[0], _WARM_UP, 0.0, torch.Generator())
@@ -169,9 +170,3 @@ def spread(samples: list[SampleRef], count: int) -> list[SampleRef]:
         seen[sample.source] += 1
     order = sorted(range(len(samples)), key=lambda at: (turns[at], at))
     return [samples[at] for at in order[:count]]
-
-
-def prompt_of(sample: StoredSample) -> list[int]:
-    """The tokens before a sample's first answer."""
-    first, _ = answer_spans(sample.loss_mask.numpy())[0]
-    return [int(token) for token in sample.token_ids[:first]]

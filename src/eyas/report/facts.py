@@ -20,6 +20,7 @@ from eyas.report.data import DataFacts, data_facts
 from eyas.run import Run
 from eyas.stages import last_error, stages_of
 from eyas.store.reader import StoreReader
+from eyas.train.log import read_log
 
 Json = dict[str, Any]
 
@@ -124,7 +125,8 @@ def gather(run: Run) -> Facts:
         store = _store_facts(reader, run.store_url)
     except StoreError as error:
         fault = error.seen
-    lines = _read_lines(run.logs_dir / "train.jsonl")
+    log = run.logs_dir / "train.jsonl"
+    lines = read_log(log) if log.is_file() else []
     records = {name: load_record(run.dir, name) for name in stages_of(run)}
     folders = {"tokens/": run.tokens_dir, "train/": run.train_dir, "export/": run.export_dir, "logs/": run.logs_dir}
     sizes = {name: _folder_bytes(path) for name, path in folders.items() if path.is_dir()}
@@ -205,13 +207,6 @@ def _read_json(path: Path) -> Json | None:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-
-
-def _read_lines(path: Path) -> list[Json]:
-    """Whole lines of a JSON-lines log; the last may be in the making."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def standard_error(shares: Sequence[float], verifications: float) -> float:

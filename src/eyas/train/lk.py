@@ -21,9 +21,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from eyas.drafter.fusing import fused_on_cuda
 from eyas.drafter.ops import widen
 from eyas.train.fused import RowLosses
+from eyas.train.fusing import fused_on_cuda
 
 # alpha below this counts as this much: the log stays finite, and its gradient points the same way.
 _LEAST_ALPHA = 1e-6

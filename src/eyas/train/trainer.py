@@ -18,7 +18,6 @@ from torch import Tensor
 
 from eyas import fs
 from eyas.data.tokens import Tokens
-from eyas.drafter import fusing
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import group
 from eyas.drafter.saved import newest, step_of
@@ -33,6 +32,7 @@ from eyas.signals import Stop, stop_on_signals
 from eyas.stages import Result
 from eyas.store.reader import StoredSample, StoreReader
 from eyas.target import load_target
+from eyas.train import fusing
 from eyas.train.argmax import load_or_make
 from eyas.train.batch import Schedule, StepPlan
 from eyas.train.beginning import begin, describe_head
