@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from eyas.cli import app, commands
 from eyas.engine import find, process, readiness, server
+from eyas.engine.drafting import serving_run
 from eyas.engine.server import attach, serving, start_server, stop_server
 from eyas.engine.state import ServerState, load_state, save_state
 from eyas.engine.status import doctor_lines, server_died, status_lines
@@ -155,6 +156,16 @@ def test_last_words_are_recognised(tmp_path: Path, tiny_target: Path, ended: lis
     run = stand_in_run(tmp_path, tiny_target, "die at weights loaded", f"engine.env.LAST_WORDS={words}")
     error, _ = failing(run, ended)
     assert error.cause.startswith(cause) and words in error.cause and error.next
+
+
+@pytest.mark.parametrize("table", ["engine", "serving"])
+def test_what_to_try_next_names_the_servers_own_table(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], table: str
+) -> None:
+    words = "engine.env.LAST_WORDS=bind: address already in use"
+    run = stand_in_run(tmp_path, tiny_target, "die at weights loaded", words)
+    error, _ = failing(run if table == "engine" else serving_run(run, None), ended)
+    assert f"--set {table}.port=0" in error.next
 
 
 @pytest.mark.parametrize("layer", ["plugin loaded", "weights loaded", "listening", "warm"])

@@ -61,7 +61,7 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 def _names(evidence: Evidence) -> dict[str, str]:
     stopped = " ".join(str(member.pid) for member in evidence.members if member.state in "Tt")
-    return {"stopped": stopped, "model": evidence.model_path, "fs": evidence.model_fs}
+    return {"stopped": stopped, "model": evidence.model_path, "fs": evidence.model_fs, "table": evidence.table}
 
 
 def _logged(pattern: str) -> Signature:
@@ -176,19 +176,19 @@ def _in_stack(evidence: Evidence, pattern: re.Pattern[str]) -> str:
 
 
 CAUSES: tuple[Cause, ...] = (
-    Cause("the tap refused this server", False, _refused, "change what it names in engine.args or the profile"),
+    Cause("the tap refused this server", False, _refused, "change what it names in {table}.args or the profile"),
     Cause("a process was stopped (SIGSTOP, or ^Z)", True, _stopped, _CONTINUE),
     Cause(
         "SGLang is not in this interpreter",
         False,
         _logged(r"No module named '?sglang(\.[\w.]+)?'?"),
-        "name the interpreter of SGLang's environment: --set engine.python=PATH",
+        "name the interpreter of SGLang's environment: --set {table}.python=PATH",
     ),
     Cause(
         "a flag that this release doesn't know",
         False,
         _logged(r"error: (unrecognized arguments|argument )"),
-        "mend engine.args; `python -m sglang.launch_server --help` in its environment lists all flags",
+        "mend {table}.args; `python -m sglang.launch_server --help` in its environment lists all flags",
     ),
     Cause(
         "weights are missing or cut",
@@ -213,7 +213,7 @@ CAUSES: tuple[Cause, ...] = (
         "the KV cache has no room for one sample",
         False,
         _logged(r"No available memory for the cache blocks|To serve at least one request with"),  # vLLM
-        "lower data.max_tokens, or raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE in engine.env)",
+        "lower data.max_tokens, or raise --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE in {table}.env)",
     ),
     Cause(
         "the machine's memory is too small",
@@ -239,7 +239,7 @@ CAUSES: tuple[Cause, ...] = (
         _logged(
             r"[Aa]ddress already in use|EADDRINUSE|Port is already in use|is not available in \d+ seconds|Errno 98"
         ),
-        "ss -ltnp   # says who listens; --set engine.port=0 takes a free one",
+        "ss -ltnp   # says who listens; --set {table}.port=0 takes a free one",
     ),
     Cause(
         "SGLang was built for other GPUs or another driver",
@@ -260,13 +260,13 @@ CAUSES: tuple[Cause, ...] = (
         "autotuning differs between ranks: one still tunes while others wait for it",
         True,
         _tuning,
-        'engine.args = ["--disable-flashinfer-autotune"]',
+        '{table}.args = ["--disable-flashinfer-autotune"]',
     ),
     Cause(
         "weights are read slowly, through a memory map from a slow or network disk",
         True,
         _reading,
-        'copy {model} to a local disk, or engine.args = ["--weight-loader-disable-mmap"]',
+        'copy {model} to a local disk, or {table}.args = ["--weight-loader-disable-mmap"]',
     ),
     Cause(
         "a node waits for its peers",
@@ -278,20 +278,20 @@ CAUSES: tuple[Cause, ...] = (
         "pipeline parallel warms up: every stage waits for the one before",
         True,
         _pipeline,
-        'wait, or engine.args = ["--skip-server-warmup"]; capture needs --pp-size 1',
+        'wait, or {table}.args = ["--skip-server-warmup"]; capture needs --pp-size 1',
     ),
     # local-inference-lab/rtx6kpro 15 and 21, vllm 33041, NCCL 2379.
     Cause(
         "GPUs can't reach one another: NCCL peer-to-peer through an IOMMU",
         True,
         _collective,
-        'engine.env = {{ NCCL_P2P_DISABLE = "1", NCCL_CUMEM_ENABLE = "0" }} and '
-        'engine.args = ["--disable-custom-all-reduce"]; lasting: iommu=pt on the kernel\'s command line',
+        '{table}.env = {{ NCCL_P2P_DISABLE = "1", NCCL_CUMEM_ENABLE = "0" }} and '
+        '{table}.args = ["--disable-custom-all-reduce"]; lasting: iommu=pt on the kernel\'s command line',
     ),
     Cause(
         "the attention backend hangs at its start on a new GPU",
         True,
         _attention,
-        'engine.args = ["--attention-backend", "triton"]',
+        '{table}.args = ["--attention-backend", "triton"]',
     ),
 )

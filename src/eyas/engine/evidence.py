@@ -75,6 +75,7 @@ class Evidence:
         iommu: GPUs' peer-to-peer traffic is translated by an IOMMU.
         flags: tp_size, pp_size, nnodes and device as started; absent ones are not known.
         refused: the tap's refusal, if there was one.
+        table: of the recipe, that says how it is started: engine or serving.
     """
 
     layer: str = ""
@@ -94,6 +95,7 @@ class Evidence:
     iommu: bool = False
     flags: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, Any] | None = None
+    table: str = "engine"
 
 
 def examine(
@@ -106,6 +108,7 @@ def examine(
     flags: dict[str, Any] | None = None,
     exit_code: int | None = None,
     refused: dict[str, Any] | None = None,
+    table: str = "engine",
 ) -> Evidence:
     """Look at these processes for 1.5 s, then at their stacks and surroundings."""
     before = {one.pid: _counters(one) for one in processes}
@@ -140,6 +143,7 @@ def examine(
         iommu=iommu_translates(),
         flags=flags or {},
         refused=refused,
+        table=table,
     )
 
 

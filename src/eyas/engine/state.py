@@ -106,6 +106,11 @@ class ServerState:
         return self.pid > 0 and process.alive(self.pid, self.created)
 
     @property
+    def table(self) -> str:
+        """The recipe's table that said how it is started, by where its state lies (`Run.engine_table`)."""
+        return "engine" if Path(self.mark.rpartition(":")[0]).name == "engine" else "serving"
+
+    @property
     def session(self) -> int:
         """Its processes' session, 0 where none of them is left in it."""
         return process.session_of(self.pid, self.created, self.mark, self.family)

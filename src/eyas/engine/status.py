@@ -36,6 +36,7 @@ def examine_server(state: ServerState, layer: str) -> Evidence:
         flags=flags_of(state.command),
         exit_code=process.reap(state.pid),
         refused=refusal(Path(state.events)),
+        table=state.table,
     )
 
 
