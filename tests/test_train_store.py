@@ -17,6 +17,7 @@ from eyas.store.convert.exporter import export_store
 from eyas.store.convert.importer import ImportOptions, import_folder
 from eyas.store.reader import StoreReader
 from eyas.target import load_target
+from eyas.train import argmax
 
 SETTINGS = ["train.draft_vocab_size=200", "train.epochs=1", "train.batch_tokens=128", "train.ttt_steps=2"]
 SETTINGS += ["train.device=cpu", "train.precision=fp32", "evaluate.decode_prompts=0"]
@@ -79,6 +80,28 @@ def test_an_engines_answers_are_captured_again_for_an_imported_store(imported: R
     assert sample.token_ids.tolist() == exchange.prompt + exchange.answer
     assert len(sample.final_hidden_states) == len(exchange.answer) and sample.aux_hidden_states.shape[:2] == (25, 3)
     assert not imported.tokens_dir.exists()
+
+
+def test_the_targets_argmax_is_made_once_for_all_runs_on_a_store(
+    imported_store: Path, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, made = Path(shutil.copytree(imported_store, tmp_path / "store")), []
+    original = argmax._argmax
+    monkeypatch.setattr(argmax, "_argmax", lambda logits: made.append(len(logits)) or original(logits))
+    outputs = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        run = given_store(tmp_path / name, tiny_target, store)
+        run_stage(run, "verify")
+        made.clear()
+        outputs.append(run_stage(run, "train").output)
+        assert bool(made) == (name == "first")
+    assert outputs[0] == outputs[1]
+    assert (tmp_path / "store.argmax.safetensors").is_file()
+    assert StoreReader(str(store)).files.others() == StoreReader(str(imported_store)).files.others()
+    # Where nothing can be written beside the store it is the run's own.
+    monkeypatch.setattr(argmax.os, "access", lambda *place: False)
+    assert argmax.cache_path(run, StoreReader(str(store))).parent == run.train_dir
 
 
 def test_nothing_is_captured_into_an_imported_store(imported: Run) -> None:

@@ -4,6 +4,7 @@ It needs the whole lm_head (V rows), the most costly product of training on a la
 4 bytes a position on disk save it in every later epoch and run.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +17,21 @@ from torch import Tensor
 from eyas import fs
 from eyas.drafter.align import IntArray
 from eyas.progress import Progress
+from eyas.run import Run
 from eyas.store.reader import StoreReader
 from eyas.tap.encode import decode
 from eyas.train.parallel import Parallel
 
 _ROWS = 1024  # x 49,152 logits in fp32 = 200 MB
+
+
+def cache_path(run: Run, reader: StoreReader) -> Path:
+    """Where the argmax is kept: beside a store that `store.url` names, for all runs on it; else, and where nothing can
+    be written there or it is remote, with the run's checkpoints."""
+    place = reader.files.root
+    if run.recipe.store.url and not reader.files.remote and os.access(place.parent, os.W_OK):
+        return place.with_name(f"{place.name}.argmax.safetensors")
+    return run.train_dir / "target_argmax.safetensors"
 
 
 class TargetArgmax:
@@ -66,7 +77,7 @@ def load_or_make(
             progress.advance(int(counts[row]))
     parallel.add_tensor(flat)
     if parallel.leads:
-        partial = path.with_name(f"{fs.PARTIAL_PREFIX}{path.name}")
+        partial = path.with_name(f"{fs.PARTIAL_PREFIX}{path.name}.{os.getpid()}")  # other runs may make it too
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"argmax": flat}, partial, metadata={"store": reader.digest})
         fs.commit_file(partial, path)

@@ -33,7 +33,7 @@ from eyas.stages import Result
 from eyas.store.reader import StoredSample, StoreReader
 from eyas.target import load_target
 from eyas.train import fusing
-from eyas.train.argmax import load_or_make
+from eyas.train.argmax import cache_path, load_or_make
 from eyas.train.batch import Schedule, StepPlan
 from eyas.train.beginning import begin, describe_head
 from eyas.train.checkpoint import load_checkpoint, read_state, save_checkpoint, sweep
@@ -107,7 +107,7 @@ class Trainer:
         """All steps; saves on a signal, at every checkpoint_every-th step and at the end."""
         found, steps, world = self._resume(), self.schedule.steps, self.parallel.world
         first = found or 0
-        cache = self.run.train_dir / "target_argmax.safetensors"
+        cache = cache_path(self.run, self.reader)
         argmax = load_or_make(cache, self.reader, lambda: self.load_head().lm_head, self.parallel, self.run.logs_dir)
         self.rows = RowMaker(self.reader, argmax, self.table.ttt_steps, self.dtype, self.device)
         if self.table.patience and not self.reader.samples("heldout"):
