@@ -49,6 +49,7 @@ def load(model: str, draft: str) -> dict:
         "norm_output": inner.norm_output,
         "norm_before_fc": inner.norm_before_fc,
         "norm_before_residual": inner.layers[0]._residual_norm.__name__ == "_norm_before_residual",
+        "sliding_window": inner.layers[0].self_attn.attn.sliding_window or 0,
         # As gpu_model_runner.py and eagle3_utils.py take them: the top-level key first.
         "captures": getattr(found, "eagle_aux_hidden_state_layer_ids", None)
         or eagle.get("eagle_aux_hidden_state_layer_ids"),

@@ -31,14 +31,14 @@ HERE = Path(__file__).resolve().parent
 AUX, CPU = [2, 4, 5], torch.device("cpu")
 E31 = {"fc_norm": True, "norm_output": True}
 # name -> form, draft vocabulary, with embedding, switches
-RIGHT: dict[str, tuple[str, int, bool, dict[str, bool]]] = {
+RIGHT: dict[str, tuple[str, int, bool, dict[str, int]]] = {
     "plain": ("flat", 96, False, {}),
     "eagle 3.1": ("flat", 96, False, E31),
     "norm before fc": ("flat", 96, False, {"norm_before_fc": True}),
     "whole vocabulary": ("flat", 259, False, {}),
     "embedding": ("flat", 96, True, {}),
-    "for vLLM alone": ("flat", 96, False, {"norm_before_residual": True}),
-    "speculators": ("speculators", 96, True, E31),
+    "for vLLM alone": ("flat", 96, False, {"norm_before_residual": True, "sliding_window": 64}),
+    "speculators": ("speculators", 96, True, E31 | {"sliding_window": 32}),
     "speculators' own norms": ("speculators", 96, True, {"norm_before_residual": True, "norm_before_fc": True}),
     "speculators, whole vocabulary": ("speculators", 259, True, {}),
 }
@@ -56,7 +56,7 @@ class Folders:
         for name, (form, _, embedding, _) in RIGHT.items():
             self.write(name, self.config(name, form), self.tensors(name, embedding), form)
 
-    def _drafter(self, spec: tuple[str, int, bool, dict[str, bool]]) -> Drafter:
+    def _drafter(self, spec: tuple[str, int, bool, dict[str, int]]) -> Drafter:
         _, size, _, switches = spec
         drafter = Drafter(DrafterConfig.for_target(self.target, DrafterTable(**switches), size, AUX))
         drafter.initialise(1)
@@ -220,9 +220,9 @@ def test_vllm_loads_every_weight_and_heeds_every_switch(name: str, folders: Fold
     if not RIGHT[name][2]:  # random until the target's is put there
         params.pop("model.embed_tokens.weight", None)
     assert params == expected
-    assert {switch: found[switch] for switch in NORM_SWITCHES} == {
-        switch: getattr(folders.drafters[name].config, switch) for switch in NORM_SWITCHES
-    }
+    config = folders.drafters[name].config
+    heeded = (*NORM_SWITCHES, "sliding_window")
+    assert {switch: found[switch] for switch in heeded} == {switch: getattr(config, switch) for switch in heeded}
     assert found["captures"] == AUX and found["own_embedding"] == RIGHT[name][2]
     assert found["rope"] == {"rope_type": "default", "rope_theta": 10000.0}
 

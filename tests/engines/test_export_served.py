@@ -5,6 +5,7 @@ wrong norm switch the same weights are not. A tiny random target learns its own 
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ from helpers_tiny import make_tiny_target
 from transformers import LlamaForCausalLM
 
 from eyas.data.tokens import Sample, sample_id
+from eyas.drafter.eagle3 import Drafter
+from eyas.drafter.saved import load_drafter
+from eyas.drafter.target import load_target_head
+from eyas.drafter.walk import Acceptance
 from eyas.errors import VerificationFailed
-from eyas.export.stage import check
+from eyas.evaluate.decode import DrafterSession, TargetSession, decode_speculative
+from eyas.export.stage import check, trained_checkpoint
 from eyas.run import Run
 from eyas.stages import run_stage
+from eyas.target import load_target
 
 HERE = Path(__file__).resolve().parent
-PROMPTS, ANSWER, DRAFTS = 8, 40, 3
+PROMPTS, ANSWER, DRAFTS, WINDOW = 8, 40, 3, 16
 SETTINGS = [
     *("train.draft_vocab_size=200", "train.epochs=180", "train.batch_tokens=512", "train.ttt_steps=4"),
     *("train.lr=3e-3", "train.device=cpu", "train.precision=fp32", "train.eval_every=1000"),
@@ -89,6 +96,38 @@ def test_vllm_accepts_what_reference_decoding_accepts(run: Run) -> None:
     for share, accepted in zip(decode["acceptance_per_position"], served["accepted_at"], strict=True):
         reference = round(share * decode["verifications"])
         assert reference - 1 <= accepted <= reference + PROMPTS
+
+
+def decoded_in_a_window(run: Run, window: int) -> Acceptance:
+    """Reference decoding of the prompts with the run's weights, each row seeing that many positions."""
+    trained = load_drafter(trained_checkpoint(run))
+    drafter = Drafter(replace(trained.config, sliding_window=window))
+    drafter.load_state_dict(trained.state_dict())
+    target, cpu = load_target(run.recipe.target), torch.device("cpu")
+    session = DrafterSession(drafter, load_target_head(target, torch.float32, cpu).embedding, DRAFTS)
+    engine = TargetSession(target, torch.float32, cpu, drafter.config.aux_layer_ids)
+    total = Acceptance.none(DRAFTS)
+    for row in own_answers(target.path):
+        total.merge(decode_speculative(engine, session, row[:8], ANSWER, 0.0, torch.Generator()).acceptance)
+    return total
+
+
+def test_vllm_attends_in_the_window_that_reference_decoding_has(run: Run, tmp_path: Path) -> None:
+    """Narrower than recipes allow, so that short answers pass its edge. Reference decoding verifies 157 times with a
+    window of 15, 147 times with 16, 141 times with 17: one position more or less would be seen."""
+    reference, whole = decoded_in_a_window(run, WINDOW), decoded_in_a_window(run, 0)
+    config = json.loads((run.export_dir / "config.json").read_text())
+    folder = tmp_path / "windowed"
+    folder.mkdir()
+    window = {"sliding_window": WINDOW, "layer_types": ["sliding_attention"]}
+    (folder / "config.json").write_text(json.dumps(config | window))
+    (folder / "model.safetensors").symlink_to(run.export_dir / "model.safetensors")
+    served = serve(run, folder)
+    print("window", WINDOW, reference, "whole", whole, "vLLM", served["verifications"], served["accepted_at"])
+    assert reference.verifications > 1.2 * whole.verifications, "the window must matter"
+    assert abs(served["verifications"] - reference.verifications) <= 1
+    for wanted, accepted in zip(reference.accepted_at, served["accepted_at"], strict=True):
+        assert wanted - 1 <= accepted <= wanted + PROMPTS
 
 
 def test_the_wrong_norm_switch_is_named_and_costs_acceptance(run: Run, tmp_path: Path) -> None:
