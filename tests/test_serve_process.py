@@ -108,6 +108,7 @@ def test_a_session_of_the_same_number_is_not_the_servers(tmp_path: Path, mark: s
         began = other.create_time()
         assert process.session_of(other.pid, began, mark) == other.pid
         assert process.session_of(other.pid, began - 3600, mark) == 0
+        assert process.session_of(other.pid, began - 3600, "") == 0  # no mark is nobody's
         (child,) = other.children()
         other.kill()
         other.wait()

@@ -61,7 +61,8 @@ def session_of(pid: int, created: float, mark: str, noted: Iterable[tuple[int, f
     for process in psutil.process_iter() if pid else ():
         try:
             if os.getsid(process.pid) == pid and (
-                (process.pid in known and _began(process, known[process.pid])) or mark_of_process(process) == mark
+                (process.pid in known and _began(process, known[process.pid]))
+                or (mark and mark_of_process(process) == mark)
             ):
                 return pid
         except (*_GONE, ProcessLookupError, PermissionError):
