@@ -129,6 +129,13 @@ class Bench:
         print(f"{name}: {json.dumps(found)}", flush=True)
 
 
+def learn_the_same(equal: dict[str, Any]) -> bool:
+    """Whether all that differs is the rounding of a gradient's norm that is summed over shards (why and how far:
+    tests/gpu/test_train_gpus.py). With lr 1e-4 one ulp of it makes 3e-5 of a weight's norm in 31 steps in bf16 (a
+    smaller drafter, on a CPU), and a row that counts 0.9 instead of 1 makes 1.7e-3."""
+    return all(equal[name]["relative"] < 2e-4 and equal[name]["loss"] < 1e-3 for name in ("ddp", "fsdp"))
+
+
 _FIGURES = ("processes", "tokens_per_s", "mfu", "memory_gib", "data_wait", "first_step_s", "steps", "tokens")
 
 
@@ -174,18 +181,15 @@ def main() -> int:
         finally:
             if state:
                 state.write_text(json.dumps(known, indent=1))
-    equal = known["equal"]
-    for name in ("ddp", "fsdp"):
-        assert equal[name]["loss"] < 1e-2 and equal[name]["relative"] < 1e-2, f"{name} learns something else: {equal}"
     one = known["speed one"]["tokens_per_s"]
     result = {"gpus": arguments.gpus, "shape": shape, **known}
     for name in ("ddp", "fsdp"):
         result[f"scaling_{name}"] = round(known[f"speed {name}"]["tokens_per_s"] / one / arguments.gpus, 3)
-    result |= machine_facts()
+    result |= {"others_learn_the_same": learn_the_same(known["equal"]), **machine_facts()}
     if not arguments.cpu:
         save_result("two_gpus", result)
     print(json.dumps(result))
-    return 0
+    return int(not result["others_learn_the_same"])
 
 
 if __name__ == "__main__":
