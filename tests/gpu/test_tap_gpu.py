@@ -136,6 +136,7 @@ def test_rows_arrive_whole_in_another_process(encodings, packed: bool, path: Pat
     assert at == len(blocks) and ring.counters().dropped_rows == 0
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # of torch, where it is set
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("encodings", ENCODINGS)
 def test_the_forward_path_does_not_wait_for_the_gpu(encodings, packed: bool, path: Path, make_sender) -> None:

@@ -79,6 +79,7 @@ def die_after(steps: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trainer, "_step", counted)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # of torch, where it is set
 def test_the_host_waits_for_nothing_in_a_step(captured: Path, tmp_path: Path) -> None:
     run = copy_of(captured, tmp_path / "run", **ON_GPU, epochs="20")
     with join(run.recipe.train) as parallel:
