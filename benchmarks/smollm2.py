@@ -98,16 +98,16 @@ def write_recipe(arguments: argparse.Namespace) -> Path:
 
 
 def do(run: Run, serving: Run, stage: str) -> None:
-    """Bring one stage to its end; no server is left, nor one of an earlier call that was killed."""
+    """Bring one stage to its end, with the server that it needs: one that a killed call left goes on, none is left."""
+    if stage == "regenerate" and load_record(run.dir, stage) is None:
+        start_server(serving)  # without the tap
     try:
-        if stage == "regenerate" and load_record(run.dir, stage) is None:
-            start_server(serving)  # without the tap
         run_stage(run, stage)
     finally:
-        for each in (serving, run):
-            state = load_state(each)
-            if state is not None and state.alive():
-                print("\n".join(stop_server(each)), file=sys.stderr)
+        server = {"regenerate": serving, "capture": run}.get(stage)
+        state = load_state(server) if server else None
+        if server and state is not None and state.alive():
+            print("\n".join(stop_server(server)), file=sys.stderr)
 
 
 def lengths(evaluation: dict[str, Any]) -> dict[str, float]:
