@@ -1,8 +1,8 @@
 """`eyas --help`: quick, complete, and without torch."""
 
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +31,13 @@ ALL = dict(walk(typer.main.get_command(app)))
 
 
 def test_help_answers_in_a_third_of_a_second() -> None:
+    # The processor's time, which is the reader's wait on an idle machine: a busy one only stretches the clock's.
     times = []
-    for _ in range(12):  # the best of them: other work on the machine only adds
-        started = time.perf_counter()
+    for _ in range(12):  # the best of them: the first reads files
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         shown = subprocess.run([EYAS, "--help"], capture_output=True, text=True, timeout=60)
-        times.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert shown.returncode == 0
         if times[-1] < 0.3:
             break
