@@ -117,6 +117,26 @@ def test_lost_rows_and_failed_tries_are_made_again(
     assert len(fake.seen) == len(SAMPLES) + 7 + 3 and set(fake.seen.values()) == {1}  # no request id twice
 
 
+@pytest.mark.parametrize("status", [500, 400])
+def test_a_sample_whose_rows_came_is_kept_whatever_is_answered(
+    status: int, tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its shard is committed by then: the last of each shard is among them."""
+    local = local_store(tiny_target, tmp_path / "local")
+    with serve(monkeypatch, tiny_target, tmp_path / "served", "capture.attempts=2") as (run, fake, _):
+        answer = fake.generate
+
+        def failing(body: dict[str, Any]) -> Any:
+            right = answer(body)
+            return (status, {"error": "after the rows were made"}) if len(body["input_ids"]) != 150 else right
+
+        monkeypatch.setattr(fake, "generate", failing)
+        result = execute(run)
+    assert result.counts["rejected"] == {}
+    assert result.counts["again"] == ({"server failed": 2 * (len(SAMPLES) - 1)} if status == 500 else {})
+    assert_equal_but_low_bits(StoreReader(run.store_url), local)
+
+
 def test_a_sample_is_given_up_with_its_reason(
     tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 All of this runs in one event loop; rows are filed by threads of `Filing`. A try at a sample ends as
 
-    whole      all rows came and are written
+    whole      all rows came and are written, whatever was answered
     bad        states with NaN, Inf or zeros: rejected at once
     refused    the server doesn't take the prompt: rejected
     lost       it was answered, and rows are missing (the tap dropped them)   asked for again
@@ -124,6 +124,8 @@ class Worker:
             try:
                 fault = await self._try(sample, checked)
             except Refused as refusal:
+                if self._writer.settled(sample.id):
+                    return None
                 await self._probe(sample, f"refused a prompt of {len(sample.token_ids)} tokens: {refusal}")
                 return self._reject(sample, "refused by the server", str(refusal))
             except Transient as failure:
@@ -131,6 +133,8 @@ class Worker:
                 self.tally.again["server failed"] += 1
             if not fault:
                 return None
+        if self._writer.settled(sample.id):  # its rows came, of several tries perhaps; an answer to check them didn't
+            return None
         await self._probe(sample, f"failed {self._attempts} times on one prompt, the last time: {fault}")
         lost = fault == LOST
         return self._reject(sample, LOST if lost else "server failed", f"{self._attempts} times; {fault}")
@@ -159,16 +163,23 @@ class Worker:
         """Send a request; returns once its rows are filed, or known to be lost."""
         self._filing.expect(request)
         try:
-            answer = await self._client.prefill(request.sample.token_ids.tolist(), request.rid, request.final_from)
-            self._answers += 1
-            # Rows found room in the ring before their request was answered: those behind the marker are others'.
-            marker = self._filing.marker()
-            while not settled.is_set() and not marker.passed():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(settled.wait(), _ROWS_POLL_S)
+            try:
+                answer = await self._client.prefill(request.sample.token_ids.tolist(), request.rid, request.final_from)
+                self._answers += 1
+            except (Transient, Refused):  # it may have failed after its rows were made
+                await self._filed(settled)
+                raise
+            await self._filed(settled)
         finally:
             self._filing.forget(request)
         return answer
+
+    async def _filed(self, settled: asyncio.Event) -> None:
+        """Rows found room in the ring before their request was answered: those behind the marker are others'."""
+        marker = self._filing.marker()
+        while not settled.is_set() and not marker.passed():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(settled.wait(), _ROWS_POLL_S)
 
     async def _probe(self, sample: Sample, seen: str) -> None:
         """Send a short prompt. Raises EngineError where that fails as well."""
