@@ -24,8 +24,11 @@ from eyas.engine.client import SGLangClient
 from eyas.engine.ring import open_ring
 from eyas.errors import EngineError, Interrupted, StoreFull
 from eyas.run import Run, open_run
+from eyas.store.files import Files
 from eyas.store.reader import StoreReader
+from eyas.tap.block import Layout, row_bytes
 from eyas.tap.reader import RingReader
+from eyas.tap.writer import RingWriter
 
 SAMPLES = random_samples([30, 64, 17, 5, 150, 32, 33, 90, 6, 41, 12, 77, 65, 129, 200, 8])
 SERVER = ['engine.kind="sglang"', "capture.in_flight=4", "engine.patience_s=20"]
@@ -205,14 +208,43 @@ def test_samples_that_are_too_long_begin_no_shard_before_its_turn(
         fake.info["max_req_input_len"] = 64
         answer, begun = fake.generate, []
 
-        def counting(body: dict[str, Any]) -> Any:
-            begun.append(len(list(Path(run.store_url).glob("shards/.partial-*"))))
+        def looking(body: dict[str, Any]) -> Any:
+            files = [path.name for path in Path(run.store_url).glob("shards/.partial-*.safetensors")]
+            begun.append((body["rid"].split("-")[2], max(files, default="")))
             return answer(body)
 
-        monkeypatch.setattr(fake, "generate", counting)
+        monkeypatch.setattr(fake, "generate", looking)
         result = execute(run)
     assert result.counts["rejected"] == {"longer than the server takes (63 tokens)": 7}
-    assert StoreReader(run.store_url).plan.shards >= 5 and max(begun) == 1
+    plan = StoreReader(run.store_url).plan
+    turn = {name: f".partial-{plan.shard[plan.find(name)]:06d}.safetensors" for name, _ in begun}
+    assert plan.shards >= 5 and all(last <= turn[name] for name, last in begun)
+
+
+def test_slow_commits_lose_no_rows(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard takes 0.8 s to commit, the server some 0.1 s to make; the tap waits 0.05 s for room in a small ring."""
+    samples = random_samples([60 + number for number in range(24)], seed=3)
+    monkeypatch.setitem(globals(), "SAMPLES", samples)
+    commit, reserve, threads = Files.commit, RingWriter.reserve, set[str]()
+
+    def slow(files: Files, staged: Path, name: str) -> None:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.8)
+        commit(files, staged, name)
+
+    monkeypatch.setattr(Files, "commit", slow)
+    monkeypatch.setattr(RingWriter, "reserve", lambda ring, rows, segments, wait_s: reserve(ring, rows, segments, 0.05))
+    layout = Layout(48, "bf16", "bf16")
+    overrides = ("capture.in_flight=8", "capture.attempts=2")
+    with serve(monkeypatch, tiny_target, tmp_path / "served", *overrides, ring_bytes=500 * row_bytes(layout)) as (
+        run,
+        _,
+        _,
+    ):
+        counts = execute(run).counts
+    assert counts["samples"] == len(samples) and counts["rejected"] == {}
+    assert (counts["again"], counts["rows_dropped"]) == ({}, 0)
+    assert threads == {"eyas-commit_0"}
 
 
 def test_wrong_tokens_and_positions_stop_the_capture(

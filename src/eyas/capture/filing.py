@@ -18,12 +18,13 @@ from eyas.data.tokens import Sample
 from eyas.engine.ring import read_from
 from eyas.errors import EngineError
 from eyas.store.writer import BadStates, StoreWriter
-from eyas.tap.block import Block, Segment
+from eyas.tap.block import Block, Segment, row_bytes
 from eyas.tap.encode import Encoded, decode
 from eyas.tap.reader import RingReader
 
-_THREADS = 4  # one pwrite stream reaches 4 GB/s, but waits for the disk while it commits a shard
+_THREADS = 4  # one pwrite stream reaches 4 GB/s, but waits for the disk while three shards are being committed
 _READ_S = 0.1
+_ROOM = 0.75  # of the ring, for rows; the rest for what blocks need beside them, and fillers where it wraps
 
 
 @dataclass
@@ -106,6 +107,21 @@ class Filing:
     def forget(self, request: Request) -> None:
         """Rows of this request that are still to come are let go."""
         self._requests.pop(request.rid, None)
+
+    def room_for(self, rows: int) -> bool:
+        """Whether so many more rows surely find room: what is in the ring and all that requests may still send counted.
+
+        True for any number where nothing is there and nothing is expected.
+        """
+        expected = sum(len(request.sample.token_ids) for request in list(self._requests.values()))
+        counters = self._ring.counters()
+        needed = counters.used_bytes + (expected + rows) * row_bytes(self._ring.layout)
+        return needed <= _ROOM * counters.capacity_bytes or not (counters.used_bytes or expected)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether rows lie in the ring that aren't filed."""
+        return self._ring.counters().used_bytes > 0
 
     def marker(self) -> "Marker":
         """A mark behind everything that has found room in the ring until now."""

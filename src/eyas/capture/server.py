@@ -75,7 +75,7 @@ def capture_from_server(run: Run, target: Target, tokens: Tokens, writer: StoreW
 
     Raises: EngineError, naming the server's log where it ended; StoreFull; Interrupted while the server starts.
     """
-    with serving(run, stop=stop) as state:
+    with writer.committing_behind(), serving(run, stop=stop) as state:
         return asyncio.run(_Capture(run, target, tokens, writer, stop, state).run())
 
 

@@ -81,7 +81,8 @@ class Worker:
         self._client, self._filing, self._writer, self._spots = client, filing, writer, spots
         self._nonce, self._in_flight, self._longest, self._attempts = nonce, in_flight, longest, attempts
         self._patience_s, self._stop, self._watch = patience_s, stop, watch
-        self._asked = self._answers = 0
+        self._asked = self._answers = self._owed = 0
+        self._turn = asyncio.Lock()
         self.tally = Tally()
 
     async def run(self, samples: Iterator[tuple[Sample, bool]]) -> None:
@@ -110,7 +111,7 @@ class Worker:
             if self._stop.signum is not None:
                 return
             if len(sample.token_ids) > self._longest:
-                self._writer.reject(sample.id, f"longer than the server takes ({self._longest} tokens)")
+                await self._reject_quietly(sample, f"longer than the server takes ({self._longest} tokens)")
                 continue
             await self._settle(sample, checked)
             self.tally.tokens += len(sample.token_ids)
@@ -127,7 +128,7 @@ class Worker:
                 if self._writer.settled(sample.id):
                     return None
                 await self._probe(sample, f"refused a prompt of {len(sample.token_ids)} tokens: {refusal}")
-                return self._reject(sample, "refused by the server", str(refusal))
+                return await self._reject(sample, "refused by the server", str(refusal))
             except Transient as failure:
                 fault = str(failure)
                 self.tally.again["server failed"] += 1
@@ -137,14 +138,14 @@ class Worker:
             return None
         await self._probe(sample, f"failed {self._attempts} times on one prompt, the last time: {fault}")
         lost = fault == LOST
-        return self._reject(sample, LOST if lost else "server failed", f"{self._attempts} times; {fault}")
+        return await self._reject(sample, LOST if lost else "server failed", f"{self._attempts} times; {fault}")
 
     async def _try(self, sample: Sample, checked: bool) -> str:
         """One try; returns "" for a sample that is settled. Raises Transient or Refused."""
         request, settled = self._request(sample, self._spots.first_row(sample) if checked else None)
         answer = await self._ask(request, settled)
         if request.bad:
-            self._reject(sample, request.bad, "")
+            await self._reject(sample, request.bad, "")
             return ""
         if not request.whole:
             self.tally.again[LOST] += 1
@@ -160,18 +161,29 @@ class Worker:
         return Request(rid, sample, lambda: _wake(loop, settled), final_from=final_from), settled
 
     async def _ask(self, request: Request, settled: asyncio.Event) -> Prefilled:
-        """Send a request; returns once its rows are filed, or known to be lost."""
-        self._filing.expect(request)
+        """Send a request, once the ring has room; returns once its rows are filed, or known to be lost."""
+        async with self._turn:  # one looks for room, the others wait in order: a long sample isn't overtaken for ever
+            while not self._filing.room_for(len(request.sample.token_ids)):
+                await asyncio.sleep(_ROWS_POLL_S)
+            self._filing.expect(request)
         try:
             try:
-                answer = await self._client.prefill(request.sample.token_ids.tolist(), request.rid, request.final_from)
-                self._answers += 1
+                answer = await self._send(request)
             except (Transient, Refused):  # it may have failed after its rows were made
                 await self._filed(settled)
                 raise
             await self._filed(settled)
         finally:
             self._filing.forget(request)
+        return answer
+
+    async def _send(self, request: Request) -> Prefilled:
+        self._owed += 1
+        try:
+            answer = await self._client.prefill(request.sample.token_ids.tolist(), request.rid, request.final_from)
+        finally:
+            self._owed -= 1
+        self._answers += 1
         return answer
 
     async def _filed(self, settled: asyncio.Event) -> None:
@@ -200,10 +212,14 @@ class Worker:
                 next="eyas doctor RECIPE; then eyas capture RECIPE goes on: committed shards are kept",
             )
 
-    def _reject(self, sample: Sample, reason: str, detail: str) -> None:
+    async def _reject(self, sample: Sample, reason: str, detail: str) -> None:
         told = f"{reason}: {detail}" if detail else reason
         say(f"capture: rejected: sample {sample.id}, {len(sample.token_ids)} tokens: {told}")
-        self._writer.reject(sample.id, reason)
+        await self._reject_quietly(sample, reason)
+
+    async def _reject_quietly(self, sample: Sample, reason: str) -> None:
+        # In a thread: its bytes are zeroed, and where two shards wait for their commit it waits for one of them.
+        await asyncio.to_thread(self._writer.reject, sample.id, reason)
 
     async def _observe(self) -> None:
         """Returns when the capture is to stop."""
@@ -219,7 +235,9 @@ class Worker:
             # Not the clock's time: where this process was stopped for minutes, answers lie waiting.
             silent += min(loop.time() - looked, 2 * _TICK_S)
             looked = loop.time()
-            if heard != (now := (self._answers, self._filing.rows)):
+            now = (self._answers, self._filing.rows)
+            ours = self._owed == 0 and self._filing.waiting  # all is answered, and the store takes its time
+            if ours or heard != now:
                 silent, heard = 0.0, now
             if silent > self._patience_s:
                 raise EngineError(

@@ -15,6 +15,7 @@ from eyas import fs
 from eyas.errors import CorruptStore, ManifestMismatch, StoreError, StoreFull
 from eyas.progress import say, size
 from eyas.store import index
+from eyas.store.commits import Commits
 from eyas.store.files import Files, open_files, refuse_foreign
 from eyas.store.format import (
     AUX_LAYERS,
@@ -57,6 +58,7 @@ class StoreWriter:
         self.files, self.manifest, self.plan = files, manifest, plan
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._open: dict[int, OpenShard] = {}
+        self._commits: Commits | None = None
         self._lock = threading.Lock()
         rows = index.fold(files, manifest)
         sizes = files.sizes()
@@ -126,6 +128,19 @@ class StoreWriter:
             number = int(self.plan.shard[row])
             return number in self._committed or (number in self._open and row in self._open[number].checksums)
 
+    @contextmanager
+    def committing_behind(self) -> Iterator[None]:
+        """Within it a thread of its own commits: no `write` waits for an fsync or an upload, until two shards wait.
+
+        A `write` or `reject` that completes a shard doesn't say, then, that the shard is durable: leaving does.
+        Raises: what a commit failed with, on leaving, and in each `write` and `reject` after it.
+        """
+        try:
+            with Commits() as self._commits:
+                yield
+        finally:
+            self._commits = None
+
     def write(self, sample: TokenSample, start: int, aux: torch.Tensor, final: torch.Tensor) -> None:
         """Encode, check and store rows start..start+n of a sample.
 
@@ -142,6 +157,7 @@ class StoreWriter:
         """`write` for rows that `tap.encode.encode` has made already."""
         row = self._row(sample, start, aux, final)
         _check_values(sample, start, aux, final)
+        self._check_commits()
         with self._telling_full_disk():
             shard = self._shard(row)
             opened = shard.begin(row, sample) if shard is not None else None
@@ -164,6 +180,7 @@ class StoreWriter:
         row = self.plan.find(sample_id)
         if row is None or not reason:
             raise StoreError(f"reject({sample_id!r}, {reason!r})", expected="a sample of the plan, and a reason")
+        self._check_commits()
         with self._telling_full_disk():
             shard = self._shard(row)
             if shard is not None and shard.reject(row, reason):
@@ -243,15 +260,26 @@ class StoreWriter:
             )
 
     def _commit_if_whole(self, shard: OpenShard) -> None:
-        """Make a finished shard durable: its part of the index, then its bytes, then its name, which is the commit."""
         if not shard.take_if_whole():
             return
-        shard.close()
-        self.files.write(part_name(shard.shard), table_bytes(shard.index_rows()))
-        self.files.commit(shard.staged, shard_name(shard.shard))
+        if self._commits is None:
+            self._commit(shard)
+        else:
+            self._commits.give(lambda: self._commit(shard))
+
+    def _commit(self, shard: OpenShard) -> None:
+        """Make a finished shard durable: its part of the index, then its bytes, then its name, which is the commit."""
+        with self._telling_full_disk():
+            shard.close()
+            self.files.write(part_name(shard.shard), table_bytes(shard.index_rows()))
+            self.files.commit(shard.staged, shard_name(shard.shard))
         with self._lock:
             self._committed.add(shard.shard)
             del self._open[shard.shard]
+
+    def _check_commits(self) -> None:
+        if self._commits is not None:
+            self._commits.check()
 
     @contextmanager
     def _telling_full_disk(self) -> Iterator[None]:
