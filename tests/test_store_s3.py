@@ -1,14 +1,18 @@
 """The store on S3: the conformance suite against a real server, and what happens when the wire or the keys fail."""
 
 import itertools
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import boto3
+import psutil
 import pytest
 import s3fs
 import typer
@@ -21,6 +25,7 @@ from typer.testing import CliRunner
 from eyas.cli import commands
 from eyas.errors import StoreError
 from eyas.store.reader import StoreReader
+from eyas.store.remote import RemoteFiles, _own_folder
 from eyas.store.verify import verify_store
 from eyas.store.writer import StoreWriter
 
@@ -144,6 +149,17 @@ os._exit(9)
     assert sum(map(len, writer.pending())) < 40
     writer.close()
     assert ".partial-writer-lock" not in place.names()
+    with subprocess.Popen(["sleep", "60"]) as other:  # the staging folder of another user, say: no lock tells of it
+        claim = {"host": socket.gethostname(), "pid": other.pid, "since": "today"}
+        for created in (psutil.Process(other.pid).create_time() - 100, psutil.Process(other.pid).create_time()):
+            place.put(".partial-writer-lock", json.dumps(claim | {"created": created}).encode())
+            if created < psutil.Process(other.pid).create_time():  # the pid is another process's by now
+                StoreWriter.open(place.url, make_manifest(), [sample.entry for sample in samples]).close()
+                continue
+            with pytest.raises(StoreError, match=f"process {other.pid} on .* writes it since today"):
+                StoreWriter.open(place.url, make_manifest(), [sample.entry for sample in samples])
+        other.kill()
+    StoreWriter.open(place.url, make_manifest(), [sample.entry for sample in samples]).close()
     place.put(".partial-writer-lock", b'{"host": "gpu7", "pid": 12, "since": "2026-01-01 10:00:00 +0000"}')
     with pytest.raises(StoreError, match="process 12 on gpu7 writes it since 2026-01-01") as told:
         StoreWriter.open(place.url, make_manifest(), [sample.entry for sample in samples])
@@ -203,3 +219,18 @@ def test_the_command_line_takes_a_url(place: Place) -> None:
     for command, said in (("verify", "no fault: 10 samples read"), ("store info", "10 in = 10 written")):
         done = CliRunner().invoke(cli, [*command.split(), place.url], catch_exceptions=False)
         assert done.exit_code == 0 and said in done.stdout, done.output
+
+
+def test_readers_that_begin_together_sweep_what_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EYAS_STAGING", str(tmp_path))
+    readers = [RemoteFiles("memory://store") for _ in range(8)]
+    root = readers[0].root
+    for number in range(300):
+        (root / f"read-new-{number}").mkdir(parents=True)
+        (root / f"read-new-{number}" / "000000.safetensors").write_bytes(b"left by a killed process")
+    for name in ("new-old", "new-young"):
+        (root / name).mkdir()
+    os.utime(root / "new-old", (0, 0))
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(_own_folder, readers))
+    assert sorted(root.iterdir()) == sorted([*folders, root / "new-young"]) and len(set(folders)) == 8

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import psutil
 
 from eyas import fs
 from eyas.errors import StoreError
@@ -36,10 +37,21 @@ STAGING = "EYAS_STAGING"
 _LOCK = f"{fs.PARTIAL_PREFIX}writer-lock"
 _OUTBOX = "outbox"
 _PART_FILE = re.compile(rf"{SHARDS}/(\d{{6,}})\.parquet")
+_NEW_S = 600  # a folder that gets no lock for so long was left by a killed process
 _KEPT_SHARDS = 16  # fetched files kept; above the 8 that a reader maps and the 8 threads of verify
 # s3: listings must show what other processes wrote; 4 pieces of 50 MB in flight bound the memory of an upload.
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"use_listings_cache": False, "max_concurrency": 4}}
 _LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _lives(claim: dict[str, Any]) -> bool:
+    """Whether another process of this host that made a claim still runs; its pid may be in use again since."""
+    try:
+        process = psutil.Process(claim["pid"])
+        running = process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+        return bool(running and abs(process.create_time() - claim.get("created", 0)) < 2)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class RemoteFiles(Files):
@@ -77,12 +89,12 @@ class RemoteFiles(Files):
         fs.make_folder(self.root / SHARDS)
 
     def lock(self) -> None:
-        """Claim the store with an object in it; a claim that this machine left behind is taken over.
+        """Claim the store with an object in it; a claim that a dead process of this machine left is taken over.
 
         Raises: StoreError where another process, or one on another machine, holds it.
         """
         fs.make_folder(self.root)
-        super().lock()  # within this machine, ended by the kernel with the process
+        super().lock()  # among those with the same staging folder; ended by the kernel with the process
         try:
             self._claim()
         except BaseException:
@@ -183,13 +195,14 @@ class RemoteFiles(Files):
 
     def _claim(self) -> None:
         mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        mine["created"] = psutil.Process().create_time()
         raw = json.dumps(mine).encode()
         with self._telling("locking", missing_is_error=True):
             try:
                 self._fs.pipe_file(self._remote(_LOCK), raw, mode="create")
             except FileExistsError:
                 held = json.loads(self._fs.cat_file(self._remote(_LOCK)))
-                if held["host"] != mine["host"]:
+                if held["host"] != mine["host"] or _lives(held):
                     raise StoreError(
                         f"{self.where}: process {held['pid']} on {held['host']} writes it since {held['since']}",
                         expected="one writing process at a time",
@@ -295,12 +308,16 @@ def _own_folder(files: RemoteFiles) -> Path:
     A folder's lock tells whether its process lives.
     """
     fs.make_folder(files.root)
-    for left in files.root.glob("read-*"):
-        descriptor = os.open(left, os.O_RDONLY)
+    made = [left for left in files.root.glob("new-*") if left.stat().st_mtime < time.time() - _NEW_S]
+    for left in (*files.root.glob("read-*"), *made):
+        try:
+            descriptor = os.open(left, os.O_RDONLY)
+        except FileNotFoundError:  # another process, which began with this one, was faster
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left)
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError):
             pass
         finally:
             os.close(descriptor)
