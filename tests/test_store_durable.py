@@ -1,6 +1,8 @@
 """A power cut at any moment loses nothing that was committed, and no fsync can be spared."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from helpers_disk import Disk, Event, RecordingOs, without
 from helpers_store import Sample, make_manifest, make_samples, scratch_folder, write_rows
 
 from eyas import fs
+from eyas.capture.run import discard
 from eyas.errors import EyasError
+from eyas.run import Run
 from eyas.store.format import MANIFEST
 from eyas.store.reader import StoreReader
 from eyas.store.verify import Report, repair_store, verify_store
@@ -110,3 +114,17 @@ def test_the_recorder_notes_what_the_writer_does(log: list[Event]) -> None:
     assert kinds == {"write", "fsync", "fsync_folder", "name", "unlink", "mkdir", "reported"}
     shards = [event.name for event in log if event.kind == "name" and Path(event.name).suffix == ".safetensors"]
     assert shards[:2] == [".partial-000000.safetensors", "000000.safetensors"]
+
+
+def test_shards_of_a_store_that_is_made_anew_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--redo` of capture: the manifest that follows would take them for its own."""
+    with scratch_folder() as folder:
+        recorder = RecordingOs(folder)
+        monkeypatch.setattr(fs, "os", recorder)
+        write_pending(str(folder / "store"), 99)
+        discard(cast(Run, SimpleNamespace(store_url=str(folder / "store"))))
+    disk = Disk()
+    for event in recorder.log:
+        disk.apply(event)
+    assert any(event.kind == "unlink" and event.name == MANIFEST for event in recorder.log)
+    assert not {name for files in disk.after_power_cut(99) for name in files if name.endswith(".safetensors")}

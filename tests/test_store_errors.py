@@ -175,6 +175,17 @@ def test_a_plan_beyond_the_budget_is_refused_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+def test_a_plan_that_just_fits_the_budget_comes_to_its_end(tmp_path: Path) -> None:
+    """Plan and index, of which nothing is known before, don't count."""
+    plan = deal(ENTRIES, make_manifest())
+    budget = sum(plan.layout(shard).size for shard in range(plan.shards))
+    for _ in range(2):
+        with StoreWriter.open(str(tmp_path / "store"), make_manifest(), ENTRIES, max_bytes=budget) as writer:
+            for name in sum(writer.pending()[:3], []):
+                write_rows(writer, BY_ID[name], 0, len(BY_ID[name].token_ids))
+    go_on(str(tmp_path / "store"))
+
+
 def test_the_free_space_floor_stops_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "store")
     free = iter([1 << 40] * 4 + [10_000] * 99)

@@ -244,7 +244,7 @@ class Store(Table):
         "bf16", description="Final hidden states: bf16, or fp8 with one scale per token."
     )
     shard_bytes: int = Field(1 << 30, ge=1 << 16, description="Aimed size of one shard, bytes.")
-    max_bytes: int = Field(0, ge=0, description="Budget for the whole store, bytes; 0: none.")
+    max_bytes: int = Field(0, ge=0, description="Budget for the store's shards, bytes; 0: none.")
     min_free_bytes: int = Field(
         2 << 30, ge=0, description="Capture stops before the disk has less than this free, bytes."
     )

@@ -74,8 +74,8 @@ def discard(run: Run) -> None:
         return
     files.lock()
     try:
-        shards = [name for name in files.sizes() if name.startswith(f"{SHARDS}/")]
-        for name in (*shards, INDEX, PLAN, MANIFEST):
+        files.drop(name for name in files.sizes() if name.startswith(f"{SHARDS}/"))
+        for name in (INDEX, PLAN, MANIFEST):
             files.remove(name)
         files.sweep()
     finally:

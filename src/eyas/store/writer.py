@@ -16,7 +16,7 @@ from eyas.errors import CorruptStore, ManifestMismatch, StoreError, StoreFull
 from eyas.progress import say, size
 from eyas.store import index
 from eyas.store.commits import Commits
-from eyas.store.files import Files, open_files, refuse_foreign
+from eyas.store.files import Files, open_files, refuse_foreign, shard_number
 from eyas.store.format import (
     AUX_LAYERS,
     MANIFEST,
@@ -62,7 +62,7 @@ class StoreWriter:
         self._lock = threading.Lock()
         rows = index.fold(files, manifest)
         sizes = files.sizes()
-        self._used = sum(sizes.values())
+        self._used = sum(sizes[name] for name in sizes if shard_number(name) is not None)
         self._committed = _committed(files, plan, rows, sizes)
         self._rejected = set(rows.filter(pc.not_equal(rows["rejected"], ""))["sample_id"].to_pylist())
 
@@ -76,7 +76,7 @@ class StoreWriter:
             url: a folder, or an fsspec URL.
             manifest: what all samples share; its `plan` is filled in here.
             samples: all samples that the store is to hold.
-            max_bytes: budget of the whole store; 0: none.
+            max_bytes: budget of all shards; 0: none.
             min_free_bytes: no shard is begun that would leave the disk with less.
         Raises: ManifestMismatch, naming the first value that differs; StoreFull where the plan can't fit the budget;
             StoreError for a foreign folder, an impossible plan, or a store that another process is writing.
