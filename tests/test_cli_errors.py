@@ -164,6 +164,17 @@ def test_a_missing_target_is_1_and_status_remembers_it(eyas: Call, recipe: Path,
     assert "no-such-target: no such folder" in status.out and "disk left" in status.out
 
 
+def test_status_tells_of_the_disk_that_the_store_is_on(eyas: Call, recipe: Path) -> None:
+    shown = eyas("status", recipe, "--set", "store.url=/dev/shm/eyas-none").out
+    assert shown.count("disk left") == 2 and " at /dev/shm\n" in shown
+
+
+def test_options_of_verify_that_would_do_nothing_are_refused(eyas: Call, recipe: Path) -> None:
+    for words in (("--workers", "2"), ("--redo", "--sample", "0.5"), ("--redo", "--repair")):
+        shown = eyas("verify", recipe, *words)
+        assert shown.code == 2 and words[0] in shown.err, shown
+
+
 def test_limit_has_a_run_of_its_own(eyas: Call, recipe: Path, tmp_path: Path) -> None:
     assert f"{tmp_path}/runs/tiny-limit50\n" in eyas("status", recipe, "--limit", "50").out
     assert f"{tmp_path}/runs/tiny\n" in eyas("status", recipe).out

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.evaluate import Engine
 from eyas.cli.options import Limit, Overrides, RecipePath, read_run
 
 
@@ -14,7 +13,7 @@ def deploy(
     recipe: RecipePath,
     set_: Overrides = None,
     limit: Limit = 0,
-    engine: Engine = "",
+    engine: Annotated[str, typer.Option(help="Of this engine only: sglang or vllm.", metavar="KIND")] = "",
     out: Annotated[
         Path | None,
         typer.Option(help="Write the files here too, one folder an engine, with the drafter.", metavar="DIR"),

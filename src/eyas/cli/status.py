@@ -1,6 +1,5 @@
 """`eyas status`: what is finished, what is going on, what went wrong last."""
 
-import shutil
 import time
 
 from eyas.cli.options import Limit, Overrides, RecipePath, read_run
@@ -8,6 +7,8 @@ from eyas.cli.options import Limit, Overrides, RecipePath, read_run
 
 def status(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None:
     """Say stage, rate, ETA, disk left and the last error of a run."""
+    from eyas.fs import free_bytes
+    from eyas.need import room
     from eyas.progress import duration, read_status, size
     from eyas.record import load_record
     from eyas.stages import last_error, stages_of
@@ -25,7 +26,10 @@ def status(recipe: RecipePath, set_: Overrides = None, limit: Limit = 0) -> None
         done = f"{now['done']:,.0f} of {now['total']:,.0f} {now['unit']}, {now['rate']:,.1f}/s"
         print(f"last seen  {now['stage']}: {done}{eta}{note} ({duration(age_s)} ago)")
     folder = next(path for path in (run.dir, *run.dir.parents) if path.exists())
-    print(f"disk left  {size(shutil.disk_usage(folder).free)} at {folder}")
+    stored = room(run, 0)
+    places = {folder: free_bytes(folder)} | ({stored.folder: stored.free_bytes} if stored else {})
+    for place in places if len({place.stat().st_dev for place in places}) > 1 else [folder]:
+        print(f"disk left  {size(places[place])} at {place}")
     error = last_error(run)
     if error is not None:
         print(f"last error, {error['stage']}, {duration(time.time() - error['time'])} ago:\n{error['error']}")

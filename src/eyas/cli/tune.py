@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.evaluate import Engine
 from eyas.cli.options import Limit, Overrides, RecipePath, read_run
 
 
@@ -12,7 +11,9 @@ def tune(
     recipe: RecipePath,
     set_: Overrides = None,
     limit: Limit = 0,
-    engine: Engine = "",
+    engine: Annotated[
+        str, typer.Option(help="sglang or vllm, as --set serving.kind=...; see [serving].", metavar="KIND")
+    ] = "",
     choices: Annotated[
         str, typer.Option(help="What may be changed: a name or a TOML file; default: the engine's.", metavar="NAME")
     ] = "",

@@ -40,8 +40,12 @@ def verify(
         run = read_run(Path(recipe), set_, limit)
         url, again = run.store_url, run.command("capture")
     if run is not None and sample == 1 and not repair:
+        if workers:
+            raise RecipeError(f"--workers {workers}", expected="with --sample or --repair, or where a store is named")
         run_stage(run, "verify", redo=redo)
         return
+    if redo:
+        raise RecipeError("--redo", expected="where the stage is run: without --sample and --repair, on a recipe")
     report = verify_store(url, fraction=sample, workers=workers, logs_dir=run.logs_dir if run else None)
     if repair:
         stage.repair(url, report, run)
