@@ -142,7 +142,7 @@ def main() -> int:
         "--sglang-path", type=Path, help="PYTHONPATH of that interpreter, where SGLang lies in a folder"
     )
     parser.add_argument("--port", type=int, default=21700)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--set", action="append", default=[], dest="settings", help="as for eyas")
     parser.add_argument("--until", choices=OURS, default="evaluate", help="last stage of this call")
     parser.add_argument("--peer", action="store_true", help="speculators' part instead of ours")

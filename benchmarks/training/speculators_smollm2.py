@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 # What it is given, and why; all else is its default.
 SETTINGS = {
     "--data-path": "the same samples, exported from the store",
-    "--train-data-ratio": "our held-out samples are its validation rows",
+    "--train-data-ratio": "our held-out samples are not trained from",
     "--epochs": "as ours",
     "--total-seq-len": "as our train.batch_tokens: tokens of a step",
     "--draft-vocab-size, --d2t-path, --t2d-path": "the same draft vocabulary",

@@ -1,8 +1,9 @@
 """speculators 0.9.0's own `speculators train`, on a machine with one GPU or none. Arguments: that command's.
 
-Nothing of its training is changed. On a GPU its fused losses get tiles of their own (tiles.py). Without one, where it
-does not start by itself, its device becomes the CPU; `--loss-implementation eager --draft-attn-impl sdpa --num-workers
-0` are needed there too. `openai`, which only its requests to a vLLM need, may be missing.
+Nothing of its training is changed. Its validation, of which nothing comes into the weights, is left out: on a GPU it
+compiles the model once more, for over a minute; and its fused losses get tiles of their own there (tiles.py). Without a
+GPU, where it does not start by itself, its device becomes the CPU; `--loss-implementation eager --draft-attn-impl sdpa
+--num-workers 0` are needed too. `openai`, which only its requests to a vLLM need, may be missing.
 """
 
 import sys
@@ -12,9 +13,14 @@ from absent import stand_in
 from tiles import own_tiles
 
 stand_in("openai")
-from speculators.train import checkpointer, trainer  # noqa: E402
-from speculators.train.cli import main  # noqa: E402
+from speculators.train import checkpointer, cli, trainer  # noqa: E402
 from speculators.train.config import TrainConfig  # noqa: E402
+
+
+def leave_validation_out() -> None:
+    """Its trainer goes on without a loader of validation rows."""
+    make = cli.create_train_val_loaders
+    cli.create_train_val_loaders = lambda **given: (make(**given)[0], None)
 
 
 def use_cpu() -> None:
@@ -32,8 +38,9 @@ def use_cpu() -> None:
 
 
 if __name__ == "__main__":
+    leave_validation_out()
     if torch.cuda.is_available():
         own_tiles()
     else:
         use_cpu()
-    main(TrainConfig.resolve(sys.argv[1:]))
+    cli.main(TrainConfig.resolve(sys.argv[1:]))
