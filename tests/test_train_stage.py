@@ -32,7 +32,7 @@ from eyas.train import trainer as trainer_module
 from eyas.train.feed import Row, RowMaker
 from eyas.train.log import read_log
 from eyas.train.step import Learner
-from eyas.train.watch import Anomaly, Guilty
+from eyas.train.watch import Anomaly
 
 SETTINGS = ["train.draft_vocab_size=200", "train.epochs=3", "train.batch_tokens=128", "train.ttt_steps=3"]
 SETTINGS += [
@@ -319,10 +319,11 @@ def test_the_first_process_decides_whether_the_weights_before_an_anomaly_are_sav
     trainer.run = SimpleNamespace(train_dir=tmp_path, command=lambda *words: "eyas")  # type: ignore[assignment]
     trainer.parallel = Following(first_saw)  # type: ignore[assignment]
     trainer.schedule = SimpleNamespace(samples_before=lambda step: 9)  # type: ignore[assignment]
-    trainer.reader, saved = None, []  # type: ignore[assignment]
-    monkeypatch.setattr(trainer_module, "find_guilty", lambda *words: Guilty(["0"], False))
+    trainer.reader = trainer.rows = trainer.learner = None  # type: ignore[assignment]
+    saved: list[object] = []
+    monkeypatch.setattr(trainer_module, "anomaly_told", lambda *words: TrainError("told"))
     monkeypatch.setattr(trainer_module.Trainer, "_save", lambda self, *words: saved.append(words))
-    with pytest.raises(TrainError, match="step 4: loss nan"):
+    with pytest.raises(TrainError, match="told"):
         trainer._refuse_anomaly(Anomaly(3, float("nan"), 1.0, ["0"]))
     assert saved == ([] if first_saw else [(3, 9)])
 

@@ -1,7 +1,7 @@
 """Several processes that train one drafter: `torchrun --nproc-per-node N -m eyas train RECIPE`.
 
-This module and ranks.py alone know how many there are. Each process ("rank") works on its share of a step's packed
-rows; gradients are added up, so a step learns the same from the same samples whatever their number.
+This module, ranks.py and words.py alone know how many there are. Each process ("rank") works on its share of a step's
+packed rows; gradients are added up, so a step learns the same from the same samples whatever their number.
 
     ddp    every rank holds the whole drafter; its gradients are added up after the last row of a step. (The unroll uses
            each weight at every step of the training-time test, so no gradient is whole before the end of the backward:
@@ -13,7 +13,7 @@ rows; gradients are added up, so a step learns the same from the same samples wh
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -30,12 +30,12 @@ from eyas.engine.local import find_device
 from eyas.errors import EyasError, Interrupted, RecipeError, TrainError
 from eyas.settings import Train
 from eyas.train.ranks import rank, world
+from eyas.train.words import Words
 
 T = TypeVar("T")
 
 _JOIN_S = 600  # for all to start; a cold Python on a network file system may need minutes
 _GRACE_S = 60  # by which the sums on the GPU outlive `timeout_s`, so that its error, in words, comes first
-_TELL_S = 3  # for the others to say that they are alive, once one is missed
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def join(table: Train) -> Iterator["Parallel"]:
         ) from error
     parallel = Parallel(table, device, PrefixStore("words", store))
     try:
-        with parallel.telling():
+        with parallel.words.telling():
             yield parallel
             parallel.wait()  # nobody hangs up while another still listens
     except EyasError as error:
@@ -116,11 +116,13 @@ class Parallel:
         rank, world: number of this process, and how many there are.
         device: its own.
         leads: it alone logs, says how far things are, and writes.
+        words: what it says to the others of its end, and hears of theirs.
     """
 
     def __init__(self, table: Train, device: torch.device, store: Any) -> None:
-        self.device, self._store, self._timeout_s = device, store, table.timeout_s
+        self.device, self._timeout_s = device, table.timeout_s
         self.rank, self.world = (rank(), world()) if store is not None else (0, 1)
+        self.words = Words(store, self.rank, self.world, table.timeout_s)
         self.leads = self.rank == 0
         self._shards = table.parallel == "fsdp" and self.world > 1
         self._root: Any = None
@@ -133,7 +135,7 @@ class Parallel:
         self._root = _Root(drafter)
         if self.world == 1:
             return
-        with self.telling(), torch.no_grad():
+        with self.words.telling(), torch.no_grad():
             for tensor in drafter.state_dict().values():
                 dist.broadcast(tensor, 0)
         if self._shards:
@@ -254,49 +256,8 @@ class Parallel:
         end = time.monotonic() + self._timeout_s
         while not event.query():
             if time.monotonic() > end:
-                raise self._lost(f"the GPU's share of a step was not done after {self._timeout_s:g} s")
+                raise self.words.lost(f"the GPU's share of a step was not done after {self._timeout_s:g} s")
             time.sleep(0.0002)
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Turn the loss of another rank into words, and leave word of an own failure for the others."""
-        try:
-            yield
-        except EyasError as error:
-            if self._store is not None and not isinstance(error, _LostError | Interrupted):
-                with suppress(dist.DistError):  # whoever carried the words is gone
-                    self._store.set(f"fault {self.rank}", error.seen)
-            raise
-        except RuntimeError as error:  # torch has no class of its own for gloo's
-            if self.world == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-                raise
-            raise self._lost(str(error).split("] ", 1)[-1].split(". ")[0]) from error
-
-    def _lost(self, seen: str) -> "TrainError":
-        """The error for a rank that ended or doesn't answer, with what it said last, if anything."""
-        try:
-            faults, silent = self._ask_others()
-        except dist.DistError:
-            faults, silent = {}, ["0, which carried the others' words"]
-        told = [f"rank {each} stopped: {text}" for each, text in faults.items()]
-        told += [f"no word from rank {', '.join(silent)}"] if silent else []
-        return _LostError(
-            f"rank {self.rank} lost the others ({seen})" + "".join(f"\n  {line}" for line in told),
-            expected=f"every rank at each step, within train.timeout_s = {self._timeout_s:g} s",
-            cause="" if faults else "a process was killed or hangs, or a host or its network is down",
-            next="start the same command again: it goes on from the newest checkpoint",
-        )
-
-    def _ask_others(self) -> tuple[dict[int, str], list[str]]:
-        """What the ranks that stopped said, and those that neither said so nor are still there."""
-        self._store.set(f"alive {self.rank}", "")
-        time.sleep(_TELL_S)
-        ranks = range(self.world)
-        faults = {each: self._store.get(f"fault {each}").decode() for each in ranks if self._has(f"fault {each}")}
-        return faults, [str(each) for each in ranks if each not in faults and not self._has(f"alive {each}")]
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
 
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor that may lie in shards; all ranks must call."""
@@ -308,7 +269,3 @@ class Parallel:
         if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
             return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
         return tensor
-
-
-class _LostError(TrainError):
-    """Another rank is gone: nothing that the others need to be told."""

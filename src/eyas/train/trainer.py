@@ -27,12 +27,12 @@ from eyas.errors import Interrupted, TrainError
 from eyas.progress import Progress, say
 from eyas.record import Inputs, Record, changed_input
 from eyas.run import Run
-from eyas.settings import Train
 from eyas.signals import Stop, stop_on_signals
 from eyas.stages import Result
-from eyas.store.reader import StoredSample, StoreReader
+from eyas.store.reader import StoreReader
 from eyas.target import load_target
 from eyas.train import fusing
+from eyas.train.anomaly import anomaly_told, memory_in_words
 from eyas.train.argmax import cache_path, load_or_make
 from eyas.train.batch import Schedule, StepPlan
 from eyas.train.beginning import begin, describe_head
@@ -46,7 +46,7 @@ from eyas.train.parallel import Parallel
 from eyas.train.patience import Patience
 from eyas.train.ranks import launched
 from eyas.train.step import Learner
-from eyas.train.watch import Anomaly, Meter, StepSums, Watch, find_guilty
+from eyas.train.watch import Anomaly, Meter, StepSums, Watch
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -218,32 +218,7 @@ class Trainer:
         (there,) = self.parallel.add([int(self.parallel.leads and kept.exists())])
         if anomaly.step and not there:
             self._save(anomaly.step, self.schedule.samples_before(anomaly.step))
-        guilty = find_guilty(self.reader, anomaly.sample_ids, self._is_finite)
-        before = f"; the weights before that step are in {kept} (train.start takes them)" if anomaly.step else ""
-        if guilty.too_large:
-            cause = "states that are finite, so that nothing refused them, but far too large"
-            remedy = f"{self.run.command('run', '--redo', 'capture')}   # or leave their source out"
-        else:
-            cause = "a learning rate that is too high"
-            remedy = f"{self.run.command('train', '--redo')}   # after lowering train.lr"
-        raise TrainError(
-            f"step {anomaly.step + 1}: loss {anomaly.loss}, gradient norm {anomaly.grad_norm}; samples "
-            + ", ".join(guilty.named),
-            expected="finite numbers",
-            cause=cause,
-            next=remedy + before,
-        )
-
-    def _is_finite(self, sample: StoredSample) -> bool:
-        """Whether one sample alone gives a finite loss and gradient with the weights as they are."""
-        row = self.rows.row(np.array([self.reader.rows.find(sample.id)]))
-        if not row.pack.sequences:
-            return True
-        sums = self.parallel.backward(partial(self.learner.loss_and_sums, row), last=True)
-        assert sums is not None
-        norm = self.parallel.clip(self.table.clip)
-        self.optimizer.zero_grad(set_to_none=True)
-        return bool(torch.isfinite(sums[0] + norm))
+        raise anomaly_told(anomaly, self.run, self.reader, self.rows, self.learner)
 
     def _loss(self, drafter: Drafter, row: Row) -> PackLoss:
         return pack_loss(
@@ -320,23 +295,6 @@ class Trainer:
                 counts["lm_head"] = describe_head(self.drafter, self.lm_head_draft, self.table)
         counts |= {"checkpoint": folder.name, "heldout": self.patience.best or acceptance.as_json()}
         return Result(fs.digest_file(folder / "model.safetensors"), counts)
-
-
-@contextmanager
-def memory_in_words(device: torch.device, table: Train, run: Run) -> Iterator[None]:
-    """Raises: TrainError with the keys that memory goes by, where the device's is too small."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        smaller = f"--redo --set train.batch_tokens={table.batch_tokens // 2}"
-        keeps = [] if table.recompute else ["--set train.recompute=true"]
-        keeps += [] if table.parallel == "fsdp" else ["on several GPUs --set train.parallel=fsdp"]
-        ways = [f"{', '.join(keeps)} (goes on from the newest checkpoint)"] if keeps else []
-        raise TrainError(
-            f"{device}: out of memory with packed rows of {table.batch_tokens:,} tokens ({str(error).splitlines()[0]})",
-            cause="rows that are too long for this card, by train.batch_tokens or by one long sample",
-            next=f"{run.command('train')} with one of: {'; '.join([*ways, f'{smaller} (starts again)'])}",
-        ) from None
 
 
 def make_deterministic(on: bool) -> None:

@@ -7,15 +7,13 @@ every later one too, until `Watch.check` reads the flag. So the weights stay as 
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
-
-from eyas.store.reader import StoredSample, StoreReader
 
 
 @dataclass(frozen=True)
@@ -112,35 +110,6 @@ class Watch:
             if not math.isfinite(loss + norm):
                 return Anomaly(step, loss, norm, sample_ids)
         raise AssertionError("a step was held back, so one of them is not finite")
-
-
-# No model's states are near this: the largest known, of single outlier channels, are about 1e5.
-_TOO_LARGE = 1e10
-
-
-@dataclass(frozen=True)
-class Guilty:
-    """The samples of a bad step that are bad by themselves.
-
-    Attributes:
-        named: each with its largest state; all of the step, without it, where none is bad alone.
-        too_large: whether those states explain it.
-    """
-
-    named: list[str]
-    too_large: bool
-
-
-def find_guilty(reader: StoreReader, sample_ids: Sequence[str], is_finite: Callable[[StoredSample], bool]) -> Guilty:
-    """Look at each sample of a bad step alone."""
-    named, most = [], 0.0
-    for sample_id in sample_ids:
-        sample = reader.read(sample_id)
-        if not is_finite(sample):
-            largest = max(float(each.abs().max()) for each in (sample.aux_hidden_states, sample.final_hidden_states))
-            named.append(f"{sample_id} (largest state {largest:.3g})")
-            most = max(most, largest)
-    return Guilty(named or list(sample_ids), most > _TOO_LARGE)
 
 
 class Meter:
