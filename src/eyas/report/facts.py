@@ -210,7 +210,8 @@ def _read_json(path: Path) -> Json | None:
 
 
 def standard_error(shares: Sequence[float], verifications: float) -> float:
-    """Of an acceptance length, from the share of verifications that accepted the draft at each position."""
+    """Of an acceptance length, from the share of verifications that accepted the draft at each position, verifications
+    taken for independent."""
     # P(accepted >= i) = shares[i - 1], so E[a] = sum of shares and E[a^2] = sum of (2i - 1) shares.
     mean = sum(shares)
     square = sum((2 * place + 1) * share for place, share in enumerate(shares))
