@@ -10,6 +10,7 @@ from helpers_capture import make_run, random_samples
 
 from eyas.errors import DataError, ManifestMismatch, RecipeError, TrainError
 from eyas.evaluate.again import Exchange, capture_again
+from eyas.evaluate.prompts import load_sets
 from eyas.record import load_record
 from eyas.run import Run, open_run
 from eyas.stages import run_all, run_stage, stages_of
@@ -80,6 +81,10 @@ def test_an_engines_answers_are_captured_again_for_an_imported_store(imported: R
     assert sample.token_ids.tolist() == exchange.prompt + exchange.answer
     assert len(sample.final_hidden_states) == len(exchange.answer) and sample.aux_hidden_states.shape[:2] == (25, 3)
     assert not imported.tokens_dir.exists()
+    # The prompts that an engine answers have to be named: an imported store has none.
+    with pytest.raises(RecipeError, match="its store was imported") as error:
+        load_sets(imported, load_target(imported.recipe.target))
+    assert "serving.prompts=" in error.value.next
 
 
 def test_the_targets_argmax_is_made_once_for_all_runs_on_a_store(

@@ -104,6 +104,12 @@ def prompt_ids(sample: Sample | StoredSample) -> tuple[int, ...]:
 
 
 def _heldout(run: Run) -> dict[str, list[Prompt]]:
+    if not run.has_own_store:
+        raise RecipeError(
+            "serving.prompts is empty, and this run has no prompts of its own: its store was imported",
+            expected="files of prompts",
+            next="name some: --set 'serving.prompts=[\"FILE.jsonl\"]'",
+        )
     most, tokens = run.recipe.serving.max_prompts, Tokens(run.tokens_dir)
     table = tokens.table(["sample_id", "source", "split"])
     wanted: dict[str, list[str]] = {}
