@@ -12,12 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 from eyas.cli import app, commands
-from eyas.stages import stage_names
+from eyas.stages import STAGES
 
 EYAS = Path(sys.executable).with_name("eyas")
 commands.register(app)
 # `eyas evaluate --engine` does the stage `serving`.
-STAGE_COMMANDS = [name for name in stage_names() if name != "serving"]
+STAGE_COMMANDS = [name for name in STAGES if name != "serving"]
 
 
 def walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:

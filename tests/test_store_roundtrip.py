@@ -144,8 +144,6 @@ def test_token_counts(tmp_path: Path) -> None:
     train = [sample for sample in samples if sample.split == "train"]
     naive = np.bincount(np.concatenate([s.token_ids[s.loss_mask] for s in train]), minlength=VOCAB)
     np.testing.assert_array_equal(reader.token_counts("train"), naive)
-    everything = np.bincount(np.concatenate([s.token_ids for s in train]), minlength=VOCAB)
-    np.testing.assert_array_equal(reader.token_counts("train", supervised_only=False), everything)
 
 
 def test_the_plan_does_not_depend_on_the_order_of_samples() -> None:

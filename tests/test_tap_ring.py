@@ -17,7 +17,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from eyas.tap.block import AUX_LAYERS, Rows, table
+from eyas.tap.block import AUX_LAYERS, Rows, cut, table
 from eyas.tap.encode import encode
 from eyas.tap.reader import RingReader
 from eyas.tap.ring import HEADER_BYTES, Layout, Ring, RingError, Segment, least_capacity, row_bytes
@@ -173,10 +173,11 @@ def test_a_piece_is_its_rows(encodings, tmp_path: Path) -> None:
     ring.publish(slot)
     block = reader.read(1.0)
     mask = torch.tensor([True, False, True, True, False, False, True])
-    ids, aux, final = block.piece(1, mask)
+    ids, aux, final = block.piece(1)
     assert ids.tolist() == rows.token_ids[3:].tolist() and aux.values.is_contiguous()
     assert same(aux, [None if part is None else part[3:] for part in rows.aux])
-    assert same(final, [None if part is None else part[3:][mask] for part in rows.final])
+    assert same(final, [None if part is None else part[3:] for part in rows.final])
+    assert same(cut(final, mask), [None if part is None else part[3:][mask] for part in rows.final])
     assert same(block.piece(0)[2], [None if part is None else part[:3] for part in rows.final])
     for part in (block.token_ids, *block.aux, *block.final):
         assert part is None or part.data_ptr() % 64 == 0

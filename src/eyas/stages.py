@@ -225,10 +225,6 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def stage_names() -> Sequence[str]:
-    return list(STAGES)
-
-
 def stages_of(run: Run) -> Sequence[str]:
     """The stages of one run, in order: `regenerate` is among them where the recipe names servers, `serving` where it
     names an engine that serves the drafter. Without data.sources the store is there already, and `verify` is the first.

@@ -18,7 +18,7 @@ from eyas.data.tokens import Sample
 from eyas.engine.ring import read_from
 from eyas.errors import EngineError
 from eyas.store.writer import BadStates, StoreWriter
-from eyas.tap.block import Block, Segment, row_bytes
+from eyas.tap.block import Block, Segment, cut, row_bytes
 from eyas.tap.encode import Encoded, decode
 from eyas.tap.reader import RingReader
 
@@ -178,7 +178,7 @@ class Filing:
             keep = max(first, request.final_from)
             request.final[keep - request.final_from : last - request.final_from] = _floats(final, keep - first)
         if request.store and not request.bad:
-            chosen = final if bool(mask.all()) else _take(final, mask)
+            chosen = final if bool(mask.all()) else cut(final, mask)
             try:
                 self._writer.write_encoded(request.sample, first, aux, chosen)
             except BadStates as bad:
@@ -224,10 +224,6 @@ def check_ids(request: Request, segment: Segment, ids: Tensor) -> None:
         cause="the engine files rows under the wrong request or position, or rewrites token ids",
         next="report it with the engine's version; committed shards hold checked rows only",
     )
-
-
-def _take(part: Encoded, rows: Tensor) -> Encoded:
-    return Encoded(*(None if tensor is None else tensor[rows] for tensor in part))  # type: ignore[arg-type]
 
 
 def _floats(part: Encoded, first: int) -> Tensor:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
-ROLES = ("system", "user", "assistant", "tool")
 
 
 class Rejected(Exception):
@@ -26,7 +25,8 @@ class Conversation:
     """Turns in the form that chat templates take.
 
     Attributes:
-        messages: each with `role` (one of ROLES) and `content`; other keys are passed to the template.
+        messages: each with `role` (system, user, assistant or tool) and `content`; other keys are passed to the
+            template.
         supervised: per message, whether an assistant turn is learned from (context otherwise).
         tools: tool descriptions for the template, or None.
     """

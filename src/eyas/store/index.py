@@ -71,7 +71,7 @@ def fold(files: Files, manifest: Manifest) -> pa.Table:
     return rows
 
 
-def write(files: Files, manifest: Manifest, rows: pa.Table) -> None:
+def write(files: Files, rows: pa.Table) -> None:
     """Write index.parquet, and the part of each shard where it is missing or another one."""
     sizes = files.sizes()
     for shard in pc.unique(rows["shard"]).to_pylist():

@@ -176,16 +176,13 @@ class StoreReader:
         place = np.argsort(np.argsort(words.random_raw(len(shards)), kind="stable"))
         return rows[np.lexsort((words.random_raw(len(rows)), place[of_row] // WINDOW_SHARDS))]
 
-    def token_counts(self, split: str | None, supervised_only: bool = True) -> npt.NDArray[np.int64]:
-        """How often each token id occurs in a split: int64 [vocab]; by default where the assistant wrote it."""
+    def token_counts(self, split: str | None) -> npt.NDArray[np.int64]:
+        """How often each token id occurs in a split: int64 [vocab], where the assistant wrote it."""
         vocab_size = self.manifest.target.vocab_size
         counts = np.zeros(vocab_size, np.int64)
         for shard in np.unique(self.rows.shard[self.written(split)]).tolist():  # a shard has samples of one split
-            rows = slice(*np.searchsorted(self.rows.shard, [shard, shard + 1]))
             ids, mask = (np.frombuffer(self._whole(shard, name), kind) for name, kind in _TOKEN_TENSORS)
-            # Rejected samples are zeros: never supervised, but token 0 otherwise.
-            kept = mask if supervised_only else np.repeat(self._written[rows], self.rows.tokens[rows])
-            counts += np.bincount(ids[kept], minlength=vocab_size)[:vocab_size]
+            counts += np.bincount(ids[mask], minlength=vocab_size)[:vocab_size]  # rejected samples' masks are zeros
         return counts
 
     def check_target(

@@ -82,9 +82,7 @@ class Report:
     digest: str = ""
 
 
-def verify_store(
-    url: str, *, fraction: float = 1.0, workers: int = 0, logs_dir: Path | None = None, seed: int = 0
-) -> Report:
+def verify_store(url: str, *, fraction: float = 1.0, workers: int = 0, logs_dir: Path | None = None) -> Report:
     """Check a store.
 
     Args:
@@ -92,7 +90,6 @@ def verify_store(
         fraction: share of the samples whose bytes are read, at least one a shard; all else is checked in full.
         workers: threads; 0: as many as cores, at most 8.
         logs_dir: where `eyas status` looks for progress.
-        seed: of the choice of samples.
     Raises: StoreError where there is no store; CorruptStore where the manifest, on which all rests, is damaged.
     """
     files = open_files(url)
@@ -106,7 +103,7 @@ def verify_store(
     shards = sorted(index.committed_shards(sizes))
     _orphans(sizes, plan, set(rows.shard.tolist()), faults)
     bad |= {shard for shard in shards if not _as_planned(shard, rows, plan, faults)}
-    job = _ShardCheck(files, manifest, rows, fraction, seed)
+    job = _ShardCheck(files, manifest, rows, fraction)
     report = Report(digest=index.digest(manifest, rows.table))
     with (
         Progress("verify", len(rows), "samples", logs_dir) as progress,
@@ -131,7 +128,7 @@ def repair_store(url: str, report: Report) -> None:
         manifest = parse_manifest(files.read(MANIFEST), files.name(MANIFEST))
         rows = _index(files, manifest, files.sizes(), [], set())
         # The index first: a shard that comes back after a power cut has its own part, but stale rows would outlive it.
-        index.write(files, manifest, index.only(rows, index.committed_shards(files.sizes()) - set(report.bad_shards)))
+        index.write(files, index.only(rows, index.committed_shards(files.sizes()) - set(report.bad_shards)))
         files.drop(shard_name(shard) for shard in report.bad_shards)
     finally:
         files.unlock()
@@ -200,8 +197,8 @@ def _as_planned(shard: int, rows: Rows, plan: Plan | None, faults: list[Fault]) 
 class _ShardCheck:
     """Reads one shard and says what is wrong in it; called from many threads."""
 
-    def __init__(self, files: Files, manifest: Manifest, rows: Rows, fraction: float, seed: int) -> None:
-        self.files, self.manifest, self.rows, self.fraction, self.seed = files, manifest, rows, fraction, seed
+    def __init__(self, files: Files, manifest: Manifest, rows: Rows, fraction: float) -> None:
+        self.files, self.manifest, self.rows, self.fraction = files, manifest, rows, fraction
         self.tensors = tensors(manifest)
         self.rejected = ~rows.equal("rejected", "")
         self.checksums = {t.name: rows.table[index.checksum_column(t.name)] for t in self.tensors}
@@ -214,7 +211,7 @@ class _ShardCheck:
         chosen: Sequence[int] = rows
         if self.fraction < 1:
             count = max(1, round(self.fraction * len(rows)))
-            chosen = sorted(np.random.default_rng([self.seed, shard]).choice(rows, count, replace=False).tolist())
+            chosen = sorted(np.random.default_rng([0, shard]).choice(rows, count, replace=False).tolist())
         counts = (self.rows.tokens[rows.start : rows.stop], self.rows.supervised[rows.start : rows.stop])
         layout = ShardLayout(self.tensors, shard, int(counts[0].sum()), int(counts[1].sum()))
         with self.files.local(name).open("rb") as handle:

@@ -89,15 +89,10 @@ class Block:
             self._firsts.append(self._firsts[-1] + segment.length)
         self.rows = self._firsts[-1]
 
-    def piece(self, i: int, mask_rows: Tensor | None = None) -> tuple[Tensor, Encoded, Encoded]:
-        """Token ids, aux states and final states of segment `i`: views, valid until the block is released.
-
-        Args:
-            mask_rows: bool [length]: the rows whose final states are wanted, which then are a copy; None: all.
-        """
+    def piece(self, i: int) -> tuple[Tensor, Encoded, Encoded]:
+        """Token ids, aux states and final states of segment `i`: views, valid until the block is released."""
         rows = slice(self._firsts[i], self._firsts[i + 1])
-        final = _cut(self.final, rows)
-        return self.token_ids[rows], _cut(self.aux, rows), final if mask_rows is None else _cut(final, mask_rows)
+        return self.token_ids[rows], cut(self.aux, rows), cut(self.final, rows)
 
 
 def row_bytes(layout: Layout) -> int:
@@ -158,7 +153,8 @@ def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return size
 
 
-def _cut(part: Encoded, rows: slice | Tensor) -> Encoded:
+def cut(part: Encoded, rows: slice | Tensor) -> Encoded:
+    """Some rows: views for a slice, a copy for a mask."""
     scales, error = part.scales, part.error
     return Encoded(
         part.values[rows],

@@ -37,7 +37,6 @@ class Server:
         context: most tokens of prompt and answer; 0 where it doesn't say.
         in_flight: requests it has not answered yet.
         up: whether it answered last.
-        answered: requests answered.
     """
 
     url: str
@@ -45,7 +44,6 @@ class Server:
     context: int = 0
     in_flight: int = 0
     up: bool = False
-    answered: int = 0
 
 
 class Servers:
@@ -113,13 +111,10 @@ class Servers:
             server.in_flight += 1
             try:
                 body = self.protocol.request(server.model, prompt, max_new_tokens, seed)
-                answer = await self._post(server, body, prompt, self.settings.timeout_s)
+                return await self._post(server, body, prompt, self.settings.timeout_s)
             except _Failed as failure:
                 self._last_fault = str(failure)
                 self._revive(server)
-            else:
-                server.answered += 1
-                return answer
             finally:
                 server.in_flight -= 1
         raise Rejected("server_error", f"failed {self.settings.attempts} times; the last: {self._last_fault}")
@@ -208,14 +203,12 @@ class Servers:
         server.context = int(listed[wanted].get("max_model_len") or 0)
 
     async def _get(self, server: Server, path: str) -> Any:
-        return await self._send(
-            server, httpx.Request("GET", server.url + path, headers=self._headers), _PROBE_TIMEOUT_S
-        )
+        return await self._send(httpx.Request("GET", server.url + path, headers=self._headers), _PROBE_TIMEOUT_S)
 
     async def _post(self, server: Server, body: dict[str, Any], prompt: list[int], timeout_s: float) -> Answer:
         request = httpx.Request("POST", server.url + self.protocol.path, json=body, headers=self._headers)
         try:
-            return self.protocol.answer(await self._send(server, request, timeout_s), prompt, server.url)
+            return self.protocol.answer(await self._send(request, timeout_s), prompt, server.url)
         except Aborted as aborted:
             raise _Failed(f"{request.url}: {aborted}") from None
 
@@ -223,7 +216,7 @@ class Servers:
         self._clients.append(httpx.AsyncClient(verify=self._tls))
         return self._clients[-1]
 
-    async def _send(self, server: Server, request: httpx.Request, timeout_s: float) -> Any:
+    async def _send(self, request: httpx.Request, timeout_s: float) -> Any:
         """The parsed body of a response; faults as _Failed, Rejected or EngineError."""
         request.extensions["timeout"] = httpx.Timeout(timeout_s, connect=10.0).as_dict()
         client = self._idle.pop() if self._idle else self._new_client()
