@@ -136,6 +136,18 @@ def test_what_an_engine_has_wrong_is_named_first(run: Run, target: Target, wrong
     assert named in caught.value.cause and "export" in caught.value.next
 
 
+def test_drafts_behind_the_ends_of_answers_name_no_other_cause(run: Run, target: Target) -> None:
+    """Many short answers: an engine counts drafts behind their ends, which no replay sees."""
+    exchanges, told_by = play(run, target, layers=[3, 5, 7])
+    counts = told_by.acceptance
+    behind = Counted(
+        Acceptance(counts.verifications, counts.accepted_at + counts.verifications), told_by.low, told_by.high
+    )
+    told = compare(run, target, Drafting(run.export_dir, DRAFTS), exchanges, behind, "float32")
+    assert told["causes"][0]["cause"] == "layer ids: the engine captures each aux layer one too high"
+    assert told["causes"][0]["from_engine"] < 0.01 < told["causes"][1]["from_engine"]
+
+
 def test_answers_beyond_the_drafters_context_are_told(run: Run, target: Target, tmp_path: Path) -> None:
     exchanges, told_by = play(run, target, layers=[1, 3, 5])
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 40}))

@@ -1,6 +1,7 @@
 """Why an engine accepts more or less than a replay says: the replay done again with one thing changed at a time.
 
-What comes nearest to the engine's figure is the likeliest cause.
+What comes nearest to the engine's figure, without the drafts that it counts behind answers' ends, is the likeliest
+cause.
 """
 
 import dataclasses
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.eagle3 import Drafter
-from eyas.drafter.walk import Acceptance
 from eyas.engine.drafting import Drafting
 from eyas.evaluate.again import Exchange, Reference, added, capture_again, walk_all
 from eyas.run import Run
@@ -27,11 +27,13 @@ def causes(
     exchanges: Sequence[Exchange],
     reference: Reference,
     dtype: str,
-    engine: Acceptance,
+    gap: Callable[[float], float],
     samples: Sequence[StoredSample],
 ) -> list[dict[str, Any]]:
     """What an engine may have wrong, each with the acceptance length that it gives; the nearest to the engine's first.
 
+    Args:
+        gap: by what share of the engine's acceptance length another lies outside its bounds.
     Raises: what capture raises.
     """
     embedding, drafts = reference.head.embedding, drafting.drafts
@@ -56,7 +58,7 @@ def causes(
         ),
     ]
     tried: list[dict[str, Any]] = [
-        {"cause": name, "acceptance_length": round(length, 4), "from_engine": round(abs(length / engine.length - 1), 4)}
+        {"cause": name, "acceptance_length": round(length, 4), "from_engine": round(abs(gap(length)), 4)}
         for name, length in found
         if length is not None
     ]

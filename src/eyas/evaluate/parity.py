@@ -123,7 +123,7 @@ def compare(
         "differences": _differences(exchanges, samples, reference),
     }
     if not figures["passed"]:
-        figures["causes"] = causes(run, target, drafting, exchanges, reference, dtype, engine.acceptance, samples)
+        figures["causes"] = causes(run, target, drafting, exchanges, reference, dtype, engine.gap, samples)
     return figures
 
 
