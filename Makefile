@@ -7,7 +7,7 @@
 #   make engine-sglang            SGLang in an environment of its own, outside the clone (11 GB on disk, once)
 #   make test-engines             tests against those two engines, on the demo's target
 #   make test-sigstop             the capture worker is stopped for six minutes beside that SGLang
-#   make test-vllm-serving        the drafter served by that vLLM: parity, losslessness (not yet seen to pass)
+#   make test-vllm-tuning         eyas tune, the tuned server and parity's causes with that vLLM (not yet seen to pass)
 #   make test-browser             the report in Debian's Chromium (installed where it is missing)
 #   make test-lossless            speculation changes no token on all 64 held-out prompts (needs the demo's run, makes it)
 #   make test-gpu                 tests that need CUDA
@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU || true)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-engines test-sigstop test-vllm-serving test-browser test-lossless test-gpu check fix crash engine-vllm engine-sglang clean
+.PHONY: demo test test-engines test-sigstop test-vllm-tuning test-browser test-lossless test-gpu check fix crash engine-vllm engine-sglang clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/smollm2/make_target.py
@@ -60,9 +60,9 @@ test-engines: $(VENV)/.dev
 	PYTHON="$(PYTHON)" bash tests/engines/sglang_venv.sh && \
 	PYTHON="$(PYTHON)" EYAS_VLLM_VENV="$$venv" $(BIN)/python -m pytest -s tests/engines
 
-test-vllm-serving: $(VENV)/.dev
+test-vllm-tuning: $(VENV)/.dev
 	venv=$$(PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash tests/engines/vllm_venv.sh) && \
-	EYAS_VLLM_VENV="$$venv" $(BIN)/python -m pytest -s -o addopts= tests/engines/slow_vllm_serving.py
+	EYAS_VLLM_VENV="$$venv" $(BIN)/python -m pytest -s -o addopts= tests/engines/slow_vllm_tuning.py
 
 test-sigstop: $(VENV)/.dev
 	PYTHON="$(PYTHON)" bash tests/engines/sglang_venv.sh && \
