@@ -2,6 +2,8 @@
 
 import json
 import struct
+import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.data import tokens
+from eyas.data.choose import Chooser
+from eyas.data.make import Draft
+from eyas.data.spill import Spill
 from eyas.data.tokens import Sample, Tokens, TokensWriter, sample_id
 from eyas.errors import DataError
+from eyas.settings import Data, Source
 
 
 def make_sample(ids, mask, split="train", source="s"):
@@ -125,3 +131,27 @@ def test_missing_cut_and_foreign_sets(tmp_path):
     (folder / "samples.parquet").write_bytes(whole[:-20])
     with pytest.raises(DataError, match="not a whole token set"):
         Tokens(folder)
+
+
+def test_doubles_take_little_memory(tmp_path):
+    """30,000 records that repeat one: some bytes each until the end, for only then is known whose lines are due."""
+    sample = make_sample([1, 2], [0, 1])
+    account = SimpleNamespace(records=30_000, labels=["s"], source_of=lambda label: 0)
+    data = Data(sources=[Source(path="a.jsonl")], heldout_fraction=0)
+    with Spill(tmp_path / "spill", 1, seed=0) as spill, TokensWriter(tmp_path / "tokens") as writer:
+        for record in range(account.records):
+            draft = Draft(record, record + 1, sample.id, "", 0, sample.token_ids, sample.loss_mask)
+            spill.add(draft, record=record, turn=0, file=0, label=0)
+        spill.close()
+        chooser = Chooser(data, spill, account, ["a.jsonl"], np.zeros(account.records, np.uint8))
+        tracemalloc.start()
+        try:
+            chooser.write(writer)
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        writer.finish({})
+    lines = [json.loads(line) for line in (tmp_path / "tokens/rejected.jsonl").read_text().splitlines()]
+    assert [line["line"] for line in lines] == list(range(2, account.records + 1))
+    assert {(line["reason"], line["detail"]) for line in lines} == {("duplicate", f"the same sample as {sample.id}")}
+    assert most < 9_000_000, most  # the light columns' share is some 5 MB

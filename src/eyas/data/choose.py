@@ -55,7 +55,7 @@ class Chooser:
         self._open = barred == 0
         self.kept = np.zeros(account.records, dtype=np.bool_)
         self.late = barred.copy()
-        self._doubles: list[tuple[int, dict[str, Any]]] = []
+        self._doubles: dict[int, npt.NDArray[np.int64]] = {}  # bucket -> rows that may get a line
 
     def write(self, writer: TokensWriter) -> None:
         """Write the chosen samples in their order, and a line for every double."""
@@ -64,7 +64,7 @@ class Chooser:
         for bucket in range(self._spill.buckets):
             light = self._spill.light(bucket)
             rows, doubles = _unique(light, self._open)
-            self._note_doubles(light, doubles)
+            self._note_doubles(bucket, light, doubles)
             self._note_barred(light, writer)
             splits = _splits(light, plan.threshold)
             chosen = rows if plan.is_open else self._admitted(light, rows, splits, plan)
@@ -73,9 +73,7 @@ class Chooser:
                 split: Split = "heldout" if splits[row] == _HELDOUT else "train"
                 sample_id = f"{int(light['id_high'][row]):016x}{int(light['id_low'][row]):016x}"
                 writer.add(Sample(sample_id, labels[int(light["label"][row])], split, ids, mask))
-        for record, line in self._doubles:
-            if not self.kept[record]:
-                writer.reject(line)
+        self._tell_doubles(writer)
 
     def _plan(self) -> Plan:
         """Count what there is, light columns only."""
@@ -133,13 +131,23 @@ class Chooser:
         place = {"file": self._files[int(light["file"][row])], "line": int(light["line"][row])}
         return {"source": source, **place, "reason": reason, "detail": detail}
 
-    def _note_doubles(self, light: Light, doubles: npt.NDArray[np.intp]) -> None:
+    def _note_doubles(self, bucket: int, light: Light, doubles: npt.NDArray[np.intp]) -> None:
+        noted = []
         for row in doubles.tolist():
             record = int(light["record"][row])
             if self.late[record] in (0, _OVER_BUDGET, _OVER_LIMIT):
                 self.late[record] = _DUPLICATE
+                noted.append(row)
+        if noted:
+            self._doubles[bucket] = np.array(noted)
+
+    def _tell_doubles(self, writer: TokensWriter) -> None:
+        """A line for each double whose record has no other sample in the set, which is known at the end only."""
+        for bucket, rows in self._doubles.items():
+            light = self._spill.light(bucket)
+            for row in rows[~self.kept[light["record"][rows]]].tolist():
                 sample_id = f"{int(light['id_high'][row]):016x}{int(light['id_low'][row]):016x}"
-                self._doubles.append((record, self._line(light, row, "duplicate", f"the same sample as {sample_id}")))
+                writer.reject(self._line(light, row, "duplicate", f"the same sample as {sample_id}"))
 
 
 def _unique(light: Light, open_records: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:

@@ -8,7 +8,6 @@ The folder appears whole: it is written under a partial name and renamed.
 """
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -144,14 +143,9 @@ class TokensWriter:
             "digest": self._running,
         }
         fs.write_json(self._partial / MANIFEST, manifest)
-        for name in (SAMPLES, REJECTED):
-            with (self._partial / name).open("rb") as handle:
-                os.fsync(handle.fileno())
-        fs.fsync_folder(self._partial)
         if self.folder.exists():
             shutil.rmtree(self.folder)
-        self._partial.rename(self.folder)
-        fs.fsync_folder(self.folder.parent)
+        fs.commit_folder(self._partial, self.folder)
         return manifest
 
     def _flush(self) -> None:
