@@ -12,7 +12,7 @@ import pytest
 from helpers_export import make_recipe
 
 from eyas import stages
-from eyas.errors import Busy, DataError, EyasError, Interrupted, RecipeError, StoreFull
+from eyas.errors import Busy, DataError, EngineError, EyasError, Interrupted, RecipeError, StoreFull
 from eyas.record import Inputs, load_record
 from eyas.run import Run, open_run
 from eyas.stages import Result, last_error, run_all, run_stage
@@ -87,6 +87,25 @@ def test_a_changed_input_is_refused_with_the_way_on(run: Run, fakes: dict[str, F
         run_all(run)
     assert caught.value.exit_code == 2 and caught.value.next.startswith(f"eyas run {run.arguments} --redo second")
     assert [fake.executed for fake in fakes.values()] == [1, 1, 1]
+
+
+def test_what_has_to_pass_before_a_stage_is_asked_when_it_is_executed_and_not_when_it_is_skipped(
+    run: Run, fakes: dict[str, FakeStage]
+) -> None:
+    asked: list[list[int]] = []
+
+    def refuse(asking: Run) -> None:
+        asked.append([fake.executed for fake in fakes.values()])
+        raise EngineError("another release")
+
+    with pytest.raises(EngineError, match="another release"):
+        run_all(run, before={"third": refuse})
+    assert asked == [[1, 1, 0]], "after the stages before it, and it was not executed"
+    run_all(run)
+    run_all(run, before={"third": refuse})
+    with pytest.raises(EngineError, match="another release"):
+        run_all(run, redo="second", before={"third": refuse})
+    assert asked == [[1, 1, 0], [1, 2, 1]]
 
 
 def test_redo_does_a_stage_and_all_after_it(run: Run, fakes: dict[str, FakeStage]) -> None:
