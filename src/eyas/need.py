@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eyas import fs
+from eyas.progress import scaled
 from eyas.run import Run
 
 
@@ -77,14 +78,8 @@ def room(run: Run, store_bytes: float) -> Room | None:
 
 def both_units(amount: float) -> str:
     """Decimal and binary: 5.034e12 -> "5.03 TB (4.58 TiB)"."""
-    return f"{_scaled(amount, 1000, ('B', 'kB', 'MB', 'GB', 'TB', 'PB'))} ({_scaled(amount, 1024, _BINARY)})"
+    (decimal, of_1000), (binary, of_1024) = scaled(amount, 1000, _DECIMAL), scaled(amount, 1024, _BINARY)
+    return f"{decimal:.2f} {of_1000} ({binary:.2f} {of_1024})"
 
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
-    power = 0
-    while amount >= base and power < len(units) - 1:
-        amount, power = amount / base, power + 1
-    return f"{amount:.2f} {units[power]}"
+_DECIMAL, _BINARY = ("B", "kB", "MB", "GB", "TB", "PB"), ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -6,6 +6,7 @@ Stages say how far they are; this module alone knows how it is shown.
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -147,10 +148,13 @@ def duration(seconds: float) -> str:
 
 def size(amount: float) -> str:
     """Bytes in decimal units: 5.03e12 -> "5.03 TB"."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if amount < 1000 or unit == "TB":
-            return (
-                f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}" if amount < 100 else f"{amount:.0f} {unit}"
-            )
-        amount /= 1000
-    raise AssertionError("unreachable")
+    value, unit = scaled(amount, 1000, ("B", "kB", "MB", "GB", "TB"))
+    return f"{value:.3g} {unit}" if value < 100 and unit != "B" else f"{value:.0f} {unit}"
+
+
+def scaled(amount: float, base: int, units: Sequence[str]) -> tuple[float, str]:
+    """An amount in the largest of `units` that leaves it at 1 or more; each is `base` times the one before."""
+    power = 0
+    while amount >= base and power < len(units) - 1:
+        amount, power = amount / base, power + 1
+    return amount, units[power]

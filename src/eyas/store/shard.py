@@ -14,7 +14,7 @@ import xxhash
 
 from eyas import fs
 from eyas.store import index
-from eyas.store.format import Manifest, ShardLayout, TokenSample, tensors
+from eyas.store.format import AUX_LAYERS, Manifest, ShardLayout, TokenSample, tensors
 from eyas.store.plan import Plan
 from eyas.tap.encode import Encoded
 
@@ -178,7 +178,7 @@ class OpenShard:
         columns: dict[str, list[Any]] = {"rejected": [self.rejected.get(row, "") for row in self.rows]}
         for name in self.tensors:
             columns[index.checksum_column(name)] = [self.checksums[row][name] for row in self.rows]
-        for kind, layers in (("aux", 3), ("final", 1)):
+        for kind, layers in (("aux", AUX_LAYERS), ("final", 1)):
             columns[f"{kind}_error"] = [self._relative_error(row, kind, layers) for row in self.rows]
         for field in schema:
             if field.name not in rows.schema.names:

@@ -16,7 +16,7 @@ from eyas.progress import Progress
 from eyas.store.convert.formats import conventions, open_source
 from eyas.store.convert.peer import BadFile, Conventions, FinalState, Head, Source
 from eyas.store.convert.tail import FinalNorm, Fit
-from eyas.store.format import Encoding, EngineInfo, Manifest, TargetInfo, sample_id
+from eyas.store.format import AUX_LAYERS, Encoding, EngineInfo, Manifest, TargetInfo, sample_id
 from eyas.store.plan import PlanEntry
 from eyas.store.reader import StoreReader
 from eyas.store.writer import BadStates, StoreWriter
@@ -164,7 +164,7 @@ def _layer_ids(told: Conventions, source: Source, target: Target, options: Impor
             expected=f"{told.from_ours(ours)}, which is {ours} in Eyas's meaning, as the option says",
             next=f"leave the option out, or --tool-layer-ids {','.join(map(str, recorded))}",
         )
-    if len(ours) != 3 or sorted(set(ours)) != ours or ours[0] < 0:
+    if len(ours) != AUX_LAYERS or sorted(set(ours)) != ours or ours[0] < 0:
         raise StoreError(f"aux layers {ours}", expected="three rising ids, 0 or more (0 = embeddings)")
     return target.aux_layer_ids(ours)
 
