@@ -150,8 +150,8 @@ def shape_part(arguments: argparse.Namespace) -> dict[str, Any]:
                     if repeat >= 0:
                         rates[length][count].append(rate)
     finally:
-        for server in servers.values():
-            server.stop()
+        with ThreadPoolExecutor(len(servers)) as threads:
+            list(threads.map(Dummy.stop, servers.values()))
     base = {count: statistics.fmean(values) for count, values in rates[0.0].items()}
     curve = [
         {
