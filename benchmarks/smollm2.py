@@ -28,6 +28,7 @@ import torch
 from results import machine_facts, save_result
 from training.speculators_smollm2 import SETTINGS, facts_of, peer_run, train_and_evaluate
 
+from eyas import fs
 from eyas.engine.server import start_server, stop_server
 from eyas.engine.state import load_state
 from eyas.record import load_record
@@ -91,9 +92,8 @@ def write_recipe(arguments: argparse.Namespace) -> Path:
         for name in names:
             text += f'\n[[data.sources]]\npath = "{data}/{folder}/{name}.jsonl"\nname = "{name}"\n'
             text += f'format = "prompts"\nsplit = "{split}"\n'
-    work.mkdir(parents=True, exist_ok=True)
     path = work / "smollm2.toml"
-    path.write_text(text, encoding="utf-8")
+    fs.write_atomic(path, text)  # ours and the peer's call may begin at the same time
     return path
 
 
