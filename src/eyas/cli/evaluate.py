@@ -28,9 +28,13 @@ def evaluate(
         return
     from eyas.export.stage import check_served
     from eyas.record import load_record
+    from eyas.report.page import write_report
 
     run = read_run(recipe, [*(set_ or []), f"serving.kind={engine}"], limit)
     if load_record(run.dir, "export") is not None:
         check_served(run)  # what is wrong in the folder has a name before a server is started
-    run_stage(run, "serving", redo=redo)
-    print(run.dir / "serving.json")
+    try:
+        run_stage(run, "serving", redo=redo)
+    finally:  # figures that fail the comparison are drawn too
+        if (run.dir / "serving.json").is_file():
+            print(run.dir / "serving.json", write_report(run), sep="\n")

@@ -30,6 +30,7 @@ def tune(
     from eyas.evaluate.tune import tune as find_best
     from eyas.evaluate.tuned import lines
     from eyas.export.stage import check_served
+    from eyas.report.page import write_report
     from eyas.signals import stop_on_signals
     from eyas.stages import noting_errors, remove_tree
 
@@ -42,3 +43,4 @@ def tune(
         tuned = find_best(run, named, minutes=minutes, streams=streams, most=most, stop=stop)
     print("\n".join(lines(tuned)))
     print(f"wrote {tuned.path}; `eyas serve start --with-drafter` and `eyas deploy` use it")
+    print(write_report(run))
