@@ -196,8 +196,7 @@ class Engine(Table):
         "and explains them.",
     )
     args: list[str] = Field(
-        default_factory=list,
-        description="Flags for the server on top of the profile's; of engine.args tensor parallel alone is taken over.",
+        default_factory=list, description='Flags for the server on top of the profile\'s, such as ["--tp-size", "8"].'
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables for the server on top of the profile's."
