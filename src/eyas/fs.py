@@ -24,19 +24,7 @@ def write_atomic(path: Path, data: bytes | str, durable: bool = True) -> None:
     Not `durable`: a crash soon after may bring the old content back; for what can be made again.
     """
     make_folder(path.parent)
-    raw = data.encode() if isinstance(data, str) else data
-    partial = path.with_name(f"{PARTIAL_PREFIX}{os.getpid()}-{path.name}")
-    try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            pwrite_all(descriptor, raw, 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(partial, path)
-    except BaseException:
-        remove(partial)
-        raise
+    _replace(path, data.encode() if isinstance(data, str) else data, synced=True)
     if durable:
         fsync_folder(path.parent)
 
@@ -52,11 +40,18 @@ def write_passing(path: Path, text: str) -> None:
     After a power cut it may be old or empty.
     """
     make_folder(path.parent, durable=False)
+    _replace(path, text.encode(), synced=False)
+
+
+def _replace(path: Path, raw: bytes, synced: bool) -> None:
+    """Give a new file the place of `path`; not `synced`: its bytes may reach the disk after its name."""
     partial = path.with_name(f"{PARTIAL_PREFIX}{os.getpid()}-{path.name}")
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            pwrite_all(descriptor, text.encode(), 0)
+            pwrite_all(descriptor, raw, 0)
+            if synced:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.replace(partial, path)
