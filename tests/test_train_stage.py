@@ -20,7 +20,9 @@ import pytest
 import torch
 from helpers_capture import make_run, random_samples
 from safetensors.torch import load_file
+from torch import Tensor
 
+from eyas import checkpoint as target_checkpoint
 from eyas.data.tokens import sample_id
 from eyas.drafter.align import IntArray
 from eyas.drafter.saved import newest
@@ -28,6 +30,7 @@ from eyas.errors import Interrupted, RecipeError, TrainError
 from eyas.record import load_record
 from eyas.run import Run
 from eyas.stages import run_stage
+from eyas.target import Target
 from eyas.train import trainer as trainer_module
 from eyas.train.feed import Row, RowMaker
 from eyas.train.log import read_log
@@ -101,19 +104,20 @@ def test_the_targets_lm_head_does_not_stay_in_memory(
 ) -> None:
     """The tiny target's is not tied to its embedding, which has to stay."""
     heads, alive = [], []
-    original, step = trainer_module.load_target_head, trainer_module.Trainer._step
+    original, step = target_checkpoint.read_float, trainer_module.Trainer._step
 
-    def loaded(*arguments: object) -> object:
-        head = original(*arguments)  # type: ignore[arg-type]
-        heads.append(weakref.ref(head.lm_head))
-        return head
+    def loaded(target: Target, part: target_checkpoint.Part) -> Tensor:
+        tensor = original(target, part)
+        if part == "lm_head":
+            heads.append(weakref.ref(tensor))
+        return tensor
 
     def looking(self: object, *arguments: object) -> object:
         gc.collect()
         alive.extend(ref for ref in heads if ref() is not None)
         return step(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer_module, "load_target_head", loaded)
+    monkeypatch.setattr(target_checkpoint, "read_float", loaded)
     monkeypatch.setattr(trainer_module.Trainer, "_step", looking)
     run_stage(copy_of(captured, tmp_path, "train.epochs=1"), "train")
     assert heads and not alive

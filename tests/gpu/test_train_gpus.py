@@ -85,7 +85,7 @@ def test_the_host_waits_for_nothing_in_a_step(captured: Path, tmp_path: Path) ->
     with join(run.recipe.train) as parallel:
         trainer = Trainer(run, loop.inputs(run), parallel)
         cache = run.train_dir / "a.safetensors"
-        argmax = load_or_make(cache, trainer.reader, lambda: trainer.load_head().lm_head, parallel, tmp_path)
+        argmax = load_or_make(cache, trainer.reader, trainer.load_lm_head, parallel, tmp_path)
         maker = RowMaker(trainer.reader, argmax, trainer.table.ttt_steps, trainer.dtype, trainer.device)
         with Feed(trainer.schedule, 0, maker.row, parallel) as feed:
             steps = feed.steps()

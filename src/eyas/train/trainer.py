@@ -9,14 +9,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eyas import fs
+from eyas import checkpoint, fs
 from eyas.data.tokens import Tokens
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import group
@@ -73,8 +72,8 @@ class Trainer:
         if not self.reader.samples("train"):
             raise TrainError(f"{run.store_url}: no training samples", cause="every sample is held out or was rejected")
         # Of the target's V x H matrices none but the embedding stays: 2.3 GB each in bf16 at Kimi's shape.
-        self.load_head = partial(load_target_head, target, None, self.device)
-        head = self.load_head()
+        self.load_lm_head = lambda: checkpoint.read_float(target, "lm_head").to(self.device)
+        head = load_target_head(target, None, self.device)
         self.beginning = begin(run.recipe, target, self.reader, head)
         self.drafter = self.beginning.drafter.to(self.device)
         self.drafter.lm_head.weight.requires_grad_(not self.table.freeze_lm_head)
@@ -108,7 +107,7 @@ class Trainer:
         found, steps, world = self._resume(), self.schedule.steps, self.parallel.world
         first = found or 0
         cache = cache_path(self.run, self.reader)
-        argmax = load_or_make(cache, self.reader, lambda: self.load_head().lm_head, self.parallel, self.run.logs_dir)
+        argmax = load_or_make(cache, self.reader, self.load_lm_head, self.parallel, self.run.logs_dir)
         self.rows = RowMaker(self.reader, argmax, self.table.ttt_steps, self.dtype, self.device)
         if self.table.patience and not self.reader.samples("heldout"):
             raise TrainError(
