@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import DynamicCache
 
+from eyas import checkpoint
 from eyas.drafter.attention import attend
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.walk import Acceptance
@@ -92,7 +92,7 @@ def why_not(target: Target, dtype: torch.dtype, device: torch.device) -> str:
         return error.seen
     values = 0
     for path in set(target.weight_files.values()):
-        with safe_open(path, framework="pt") as handle:
+        with checkpoint.opened(path) as handle:
             values += sum(torch.Size(handle.get_slice(name).get_shape()).numel() for name in handle.keys())  # noqa: SIM118
     needed, free = values * torch.finfo(dtype).bits // 8, {"host": available_memory()}
     if device.type == "cuda":
