@@ -15,8 +15,8 @@ from eyas.errors import RecipeError
 from eyas.progress import duration, size
 from eyas.report.charts import Bars, Line, Panel, Row, bar_chart, histogram, line_chart, row_chart, thin
 from eyas.report.facts import Facts, gather, standard_error
-from eyas.report.ranges import Group, Mark, range_chart
-from eyas.report.serving import curve_view, serving_view, tuning_views
+from eyas.report.ranges import range_chart
+from eyas.report.serving import curve_view, length_group, serving_view, tuning_views
 from eyas.run import Run
 
 # More points than pixels only make the page heavy.
@@ -147,12 +147,8 @@ def sources_chart(facts: Facts) -> str:
     lengths = {name: part for name, part in told.items() if part.get("acceptance_length")}
     groups = []
     for name, part in sorted(lengths.items(), key=lambda item: -item[1]["acceptance_length"])[:_MOST_ROWS]:
-        length = part["acceptance_length"]
         spread = 2 * standard_error(part["acceptance_per_position"], part["verifications"])
-        tip = f"{name}: {length:.3f} ± {spread:.3f} in {part['verifications']:,} verifications"
-        groups.append(
-            Group(name, [Mark(length, max(1.0, length - spread), length + spread, f"{length:.3f}", tip, "s1")])
-        )
+        groups.append(length_group(name, part["acceptance_length"], spread, part["verifications"]))
     return range_chart(groups, [], "acceptance length", 1.0) if len(groups) > 1 else ""
 
 

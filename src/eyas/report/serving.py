@@ -7,10 +7,10 @@ from typing import Any
 from eyas.report.charts import Bars, bar_chart
 from eyas.report.facts import Facts, standard_error
 from eyas.report.ranges import Curve, Group, Mark, curve_chart, range_chart
+from eyas.tap.releases import RELEASES
 
 Json = dict[str, Any]
 
-ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 ALL = "over all"
 _STYLES = ("s1", "s2", "s3", "s4", "s5", "s6")
 # More sets than colours are told by the table alone.
@@ -20,7 +20,7 @@ _WAYS = (("engine", "the engine"), ("replay", "replay"), ("decode", "reference d
 
 
 def engine_name(figures: Json) -> str:
-    return ENGINES[figures["engine"]]
+    return RELEASES[figures["engine"]].title
 
 
 def streams_of(figures: Json) -> list[str]:
@@ -115,15 +115,18 @@ def _spread(part: Json, figures: Json) -> float:
     return 2 * standard_error(shares, count / passes) if shares and count else 0.0
 
 
+def length_group(name: str, length: float, spread: float, verifications: int) -> Group:
+    """An acceptance length with its spread, which ends at 1: a forward of the target yields a token at least."""
+    tip = f"{name}: {length:.3f} ± {spread:.3f} in {verifications:,} verifications"
+    return Group(name, [Mark(length, max(1.0, length - spread), length + spread, f"{length:.3f}", tip, "s1")])
+
+
 def _length_chart(parts: list[tuple[str, Json]], figures: Json) -> str:
     groups = []
     for name, part in parts:
         length, spread = part.get("acceptance_length"), _spread(part, figures)
         if length:
-            tip = f"{name}: {length:.3f} ± {spread:.3f} in {part['verifications']:,} verifications"
-            groups.append(
-                Group(name, [Mark(length, max(1.0, length - spread), length + spread, f"{length:.3f}", tip, "s1")])
-            )
+            groups.append(length_group(name, length, spread, part["verifications"]))
     return range_chart(groups, [], "acceptance length", 1.0)
 
 
@@ -191,7 +194,7 @@ def tuning_views(facts: Facts) -> list[Json]:
     """What `eyas tune` tried for each engine, the fastest first."""
     return [
         {
-            "engine": ENGINES.get(name, name),
+            "engine": RELEASES[name].title if name in RELEASES else name,
             "evidence": evidence,
             "chart": _tuning_chart(evidence),
             "rows": [one | {"kept": one["settings"] == evidence["best"]} for one in evidence["configurations"]],
