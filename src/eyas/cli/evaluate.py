@@ -26,6 +26,7 @@ def evaluate(
     if not engine:
         run_stage(read_run(recipe, set_, limit), "evaluate", redo=redo)
         return
+    from eyas.errors import VerificationFailed
     from eyas.export.stage import check_served
     from eyas.record import load_record
     from eyas.report.page import write_report
@@ -35,6 +36,7 @@ def evaluate(
         check_served(run)  # what is wrong in the folder has a name before a server is started
     try:
         run_stage(run, "serving", redo=redo)
-    finally:  # figures that fail the comparison are drawn too
-        if (run.dir / "serving.json").is_file():
-            print(run.dir / "serving.json", write_report(run), sep="\n")
+    except VerificationFailed:
+        print(write_report(run))  # with the figures that fail
+        raise
+    print(run.dir / "serving.json", write_report(run), sep="\n")
