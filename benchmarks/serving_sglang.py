@@ -42,6 +42,7 @@ from eyas.evaluate.ask import Asker
 from eyas.evaluate.load import Load, run_pass
 from eyas.evaluate.prompts import Prompt, PromptSets
 from eyas.evaluate.tune import tune
+from eyas.pids import alive
 from eyas.run import Run, open_run
 from eyas.settings import Serving
 from eyas.signals import stop_on_signals
@@ -200,7 +201,7 @@ class Dummy:
         started = process.launch([shutil.which(words[0]) or words[0], *words[1:]], env, self.log)
         self.pid, created = started.pid, started.create_time()
         deadline = time.monotonic() + self.arguments.patience_s
-        while time.monotonic() < deadline and process.alive(self.pid, created):
+        while time.monotonic() < deadline and alive(self.pid, created):
             if "The server is fired up" in self.log.read_text(encoding="utf-8", errors="replace"):
                 return
             time.sleep(0.5)

@@ -30,7 +30,7 @@ from training.speculators_smollm2 import SETTINGS, facts_of, peer_run, train_and
 
 from eyas import fs
 from eyas.engine.server import start_server, stop_server
-from eyas.engine.state import load_state
+from eyas.engine.state import running
 from eyas.record import load_record
 from eyas.run import Run, open_run
 from eyas.stages import STAGES, run_stage
@@ -105,8 +105,7 @@ def do(run: Run, serving: Run, stage: str) -> None:
         run_stage(run, stage)
     finally:
         server = {"regenerate": serving, "capture": run}.get(stage)
-        state = load_state(server) if server else None
-        if server and state is not None and state.alive():
+        if server and running(server):
             print("\n".join(stop_server(server)), file=sys.stderr)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from eyas.engine import gpu, leftovers, process
 from eyas.engine.state import ServerState
+from eyas.pids import alive
 from eyas.tap.ring import Layout, Ring
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -51,11 +52,11 @@ def test_a_process_has_its_own_session_and_log(tmp_path: Path, mark: str) -> Non
     started = start(SLEEPS, mark, tmp_path / "log")
     wait_for(tmp_path / "log", "up")
     assert os.getsid(started.pid) == started.pid != os.getsid(0)
-    assert process.alive(started.pid, started.create_time())
-    assert not process.alive(started.pid, started.create_time() - 60)  # an earlier process of that pid
+    assert alive(started.pid, started.create_time())
+    assert not alive(started.pid, started.create_time() - 60)  # an earlier process of that pid
     assert process.mark_of(started.pid) == mark
     assert process.end(started.pid, mark, 5) == (1, 0)
-    assert not process.alive(started.pid, started.create_time())
+    assert not alive(started.pid, started.create_time())
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
 def test_the_exit_code_of_a_dead_one_is_kept_until_it_is_asked_for(tmp_path: Path, mark: str) -> None:
     started = start([sys.executable, "-c", "raise SystemExit(7)"], mark, tmp_path / "log")
     deadline = time.monotonic() + 20
-    while process.alive(started.pid, started.create_time()):
+    while alive(started.pid, started.create_time()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert process.reap(started.pid) == 7
@@ -159,7 +160,7 @@ def test_a_server_outlives_a_kill_of_who_started_it(tmp_path: Path, mark: str) -
     os.killpg(starter.pid, signal.SIGKILL)
     starter.wait()
     starter.stdout.close()
-    assert process.alive(int(pid), float(created))
+    assert alive(int(pid), float(created))
     assert [one.pid for one in process.members(0, mark)] == [int(pid)]
 
 
@@ -360,4 +361,4 @@ def test_a_server_is_ended_although_nvidia_smi_hangs(
     started = start(SLEEPS, mark, tmp_path / "log")
     lines, whole = leftovers.end_server(started.pid, mark, 5, gpu_bytes={"GPU-aa": 0})
     assert whole and lines[0] == "1 processes ended" and "does not answer within 0.3 s" in lines[1]
-    assert not process.alive(started.pid, started.create_time())
+    assert not alive(started.pid, started.create_time())

@@ -14,6 +14,7 @@ from eyas.engine.state import ServerState, load_state, save_state
 from eyas.errors import EngineError
 from eyas.evaluate import pool as module
 from eyas.evaluate.pool import pool
+from eyas.pids import alive
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -59,7 +60,7 @@ def test_a_server_that_a_killed_call_left_is_ended_though_none_is_asked(
             save_state(runs[name], told)
         with pool(runs, 2, None):
             pass
-        assert not process.alive(left.pid, left.create_time())
+        assert not alive(left.pid, left.create_time())
         assert load_state(runs["left"]).stopped > 0 and not load_state(runs["ended"]).stopped
     finally:
         process.end(left.pid, "", 0.1)

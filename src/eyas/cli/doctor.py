@@ -33,11 +33,12 @@ def doctor(
     if recipe is None:
         raise RecipeError("neither a recipe nor --pid", expected="eyas doctor RECIPE, or eyas doctor --pid N")
     from eyas.cli.serve import startable_run, started_run
-    from eyas.engine.state import load_state
+    from eyas.engine.state import running
     from eyas.engine.status import doctor_lines
 
-    state = load_state(started_run(recipe, set_, limit, with_drafter))
-    find = started_run if state is not None and state.alive() else startable_run
-    lines, healthy = doctor_lines(find(recipe, set_, limit, with_drafter))
+    run = started_run(recipe, set_, limit, with_drafter)
+    if running(run) is None:
+        run = startable_run(recipe, set_, limit, with_drafter)
+    lines, healthy = doctor_lines(run)
     print("\n".join(lines))
     raise typer.Exit(0 if healthy else 1)

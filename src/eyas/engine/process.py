@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from eyas.pids import began
+
 MARK = "EYAS_SERVER"
 _GONE = (psutil.NoSuchProcess, psutil.ZombieProcess)
 _POLL_S = 0.2
@@ -35,20 +37,6 @@ def launch(command: list[str], env: Mapping[str, str], log: Path) -> psutil.Proc
         return psutil.Process(os.posix_spawn(command[0], command, env, file_actions=files, setsid=True))
 
 
-def alive(pid: int, created: float) -> bool:
-    """Whether this very process still runs: pids are used again, creation times tell them apart."""
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and _began(process, created)
-    except _GONE:
-        return False
-
-
-def _began(process: psutil.Process, created: float) -> bool:
-    # psutil counts from the boot time, which a clock that is set may shift by a little.
-    return bool(abs(process.create_time() - created) < 2)
-
-
 def session_of(pid: int, created: float, mark: str, noted: Iterable[tuple[int, float]] = ()) -> int:
     """The session that a server's first process made, as long as one of its processes is left in it; otherwise 0.
 
@@ -61,7 +49,7 @@ def session_of(pid: int, created: float, mark: str, noted: Iterable[tuple[int, f
     for process in psutil.process_iter() if pid else ():
         try:
             if os.getsid(process.pid) == pid and (
-                (process.pid in known and _began(process, known[process.pid]))
+                (process.pid in known and began(process, known[process.pid]))
                 or (mark and mark_of_process(process) == mark)
             ):
                 return pid

@@ -30,6 +30,7 @@ from eyas.engine.evidence import tail
 from eyas.engine.gpu import gpus
 from eyas.engine.ring import read_from
 from eyas.errors import EngineError, Interrupted
+from eyas.pids import alive
 from eyas.progress import duration, say
 from eyas.signals import Stop
 from eyas.tap.reader import RingReader
@@ -78,7 +79,7 @@ class Watched:
     layers: dict[str, float]
 
     def alive(self) -> bool:
-        return process.alive(self.pid, self.created)
+        return alive(self.pid, self.created)
 
     def told(self, name: str, **having: str) -> bool:
         """Whether the tap has told an event of this name, with these values."""

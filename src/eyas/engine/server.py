@@ -18,7 +18,7 @@ from eyas.engine.preflight import Facts, preflight
 from eyas.engine.profile import load_profile
 from eyas.engine.readiness import Layer, Watched, climb, fire
 from eyas.engine.selftest import self_test
-from eyas.engine.state import ServerState, load_state, locked, save_state
+from eyas.engine.state import ServerState, load_state, locked, running, save_state
 from eyas.engine.status import diagnosis
 from eyas.errors import EngineError, Interrupted, RecipeError
 from eyas.progress import say
@@ -57,8 +57,7 @@ def attach(run: Run, *, stop: Stop | None = None) -> ServerState | None:
 
     Raises: EngineError where one lives with other settings, naming them.
     """
-    state = load_state(run)
-    if state is None or not state.alive():
+    if running(run) is None:
         return None
     facts = Facts(run)
     with locked(run, stop):
@@ -147,8 +146,8 @@ def _living(run: Run, facts: Facts) -> ServerState | None:
 
     Raises: EngineError naming the first setting that differs.
     """
-    state = load_state(run)
-    if state is None or not state.alive():
+    state = running(run)
+    if state is None:
         return None
     settings = settings_of(facts)
     for key in sorted(settings | state.settings):

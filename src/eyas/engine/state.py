@@ -19,6 +19,7 @@ from eyas.engine.kinds import KINDS
 from eyas.engine.readiness import LAYERS
 from eyas.engine.ring import open_ring
 from eyas.errors import EngineError, Interrupted
+from eyas.pids import alive
 from eyas.progress import say
 from eyas.run import Run
 from eyas.signals import Stop
@@ -103,7 +104,7 @@ class ServerState:
         return not self.next_layer
 
     def alive(self) -> bool:
-        return self.pid > 0 and process.alive(self.pid, self.created)
+        return self.pid > 0 and alive(self.pid, self.created)
 
     @property
     def table(self) -> str:
@@ -134,6 +135,12 @@ def stop_command(mark: str) -> str:
 def load_state(run: Run) -> ServerState | None:
     """What the last start left, whether its server still runs or not."""
     return read_state(engine_dir(run) / STATE_FILE)
+
+
+def running(run: Run) -> ServerState | None:
+    """The run's server, where one runs. Raises: as `read_state`."""
+    state = load_state(run)
+    return state if state is not None and state.alive() else None
 
 
 def read_state(path: Path) -> ServerState | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from eyas.engine.server import start_server, stop_server
-from eyas.engine.state import ServerState, load_state
+from eyas.engine.state import ServerState, running
 from eyas.errors import EngineError
 from eyas.progress import say
 from eyas.run import Run
@@ -78,7 +78,7 @@ class Pool:
     def close(self) -> None:
         """End all at the same time: one after the other each would be seen to leave the others' GPU memory behind.
         Those that a call left which was killed are ended too, whether this one needed them or not."""
-        names = [name for name, run in self._runs.items() if name in self._living or _lives(run)]
+        names = [name for name, run in self._runs.items() if name in self._living or running(run)]
         self._living = {}
         if not names:
             return
@@ -90,11 +90,6 @@ class Pool:
     def _end(self, name: str) -> None:
         del self._living[name]
         _tell(name, stop_server(self._runs[name]))
-
-
-def _lives(run: Run) -> bool:
-    state = load_state(run)
-    return state is not None and state.alive()
 
 
 def _tell(name: str, lines: Sequence[str]) -> None:

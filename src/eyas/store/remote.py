@@ -29,6 +29,7 @@ import psutil
 
 from eyas import fs
 from eyas.errors import StoreError
+from eyas.pids import alive
 from eyas.progress import say, size
 from eyas.store.files import Files
 from eyas.store.format import MANIFEST, SHARDS, part_name, shard_name
@@ -45,13 +46,8 @@ _LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _lives(claim: dict[str, Any]) -> bool:
-    """Whether another process of this host that made a claim still runs; its pid may be in use again since."""
-    try:
-        process = psutil.Process(claim["pid"])
-        running = process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
-        return bool(running and abs(process.create_time() - claim.get("created", 0)) < 2)
-    except psutil.NoSuchProcess:
-        return False
+    """Whether another process of this host that made a claim still runs."""
+    return bool(claim["pid"] != os.getpid() and alive(claim["pid"], claim.get("created", 0)))
 
 
 class RemoteFiles(Files):
