@@ -10,6 +10,9 @@ import torch.distributed as dist
 from eyas.errors import EyasError, Interrupted, TrainError
 
 _TELL_S = 3  # for the others to say that they are alive, once one is missed
+# torch raises gloo's errors as plain RuntimeErrors. Most begin with gloo's file and line; what the sums still under way
+# say, once one of them has waited too long and closed the connection, does not (torch 2.13).
+_OF_GLOO = ("gloo", "caused pair closure")
 
 
 class Words:
@@ -33,8 +36,9 @@ class Words:
                 with suppress(dist.DistError):  # whoever carried the words is gone
                     self._store.set(f"fault {self._rank}", error.seen)
             raise
-        except RuntimeError as error:  # torch has no class of its own for gloo's
-            if self._world == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        except RuntimeError as error:
+            of_others = isinstance(error, dist.DistError) or any(text in str(error) for text in _OF_GLOO)
+            if self._world == 1 or not of_others:
                 raise
             raise self.lost(str(error).split("] ", 1)[-1].split(". ")[0]) from error
 
