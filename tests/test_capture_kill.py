@@ -63,7 +63,7 @@ def test_a_killed_capture_goes_on_to_the_same_store(tiny_target: Path, tmp_path:
     assert 3 <= len(kept) < committed.plan.shards
 
     code, errors = stop_after(run, 3, signal.SIGTERM)
-    assert code == 143
+    assert code == 143, errors
     assert "SIGTERM: finishing this batch" in errors
     assert f"next: eyas run {run.arguments}" in errors
     assert "Traceback" not in errors
@@ -80,7 +80,7 @@ def test_a_killed_capture_goes_on_to_the_same_store(tiny_target: Path, tmp_path:
 def test_sigint_ends_with_130_and_says_what_is_kept(tiny_target: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, tiny_target, SAMPLES)
     code, errors = stop_after(run, 2, signal.SIGINT)
-    assert code == 130
+    assert code == 130, errors
     samples = len(StoreReader(run.store_url).samples())
     assert f"stopped; {samples} samples (" in errors
     assert samples < len(SAMPLES)
