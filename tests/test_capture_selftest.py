@@ -103,7 +103,7 @@ DISTURBED = {
 
 @pytest.mark.parametrize("name", DISTURBED)
 def test_wrong_states_fail(tiny_target: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.canary._LOST_AFTER_S", 2.0)
+    monkeypatch.setattr("eyas.engine.canary._LOST_AFTER_S", 0.5)
     disturb, words = DISTURBED[name]
     with fake_sglang(tiny_target, tmp_path) as fake:
         fake.disturb = disturb
@@ -122,7 +122,7 @@ def test_a_server_of_other_weights_fails(tiny_target: Path, tmp_path: Path) -> N
 
 
 def test_a_tap_that_never_fired(tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.canary._LOST_AFTER_S", 2.0)
+    monkeypatch.setattr("eyas.engine.canary._LOST_AFTER_S", 0.5)
     with fake_sglang(tiny_target, tmp_path) as fake:
         fake.drop[182] = 1
         with pytest.raises(EngineError, match="the tap never fired: a prompt of 182 tokens was answered"):

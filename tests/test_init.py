@@ -131,6 +131,5 @@ def test_an_interpreter_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(find, "_PROBE_S", 0.3)
     start = time.monotonic()
     assert find.probe(fake_python(tmp_path / "python", "exec sleep 30")).fault == "no answer within 0.3 s"
-    monkeypatch.setattr(find, "_PROBE_S", 20)
     assert find.probe(fake_python(tmp_path / "python", "echo hello")).fault.startswith("its answer is not")
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 10

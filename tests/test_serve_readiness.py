@@ -318,7 +318,7 @@ def test_a_kill_between_note_and_launch_is_cleared(
     first = load_state(run)
     assert first is not None and first.pid == 0 and Path(first.ring).exists()
     # A process has no environment for a moment while it is executed.
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 10
     while not process.members(0, first.mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(process.members(0, first.mark)) == 1

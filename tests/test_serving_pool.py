@@ -22,7 +22,7 @@ def test_all_servers_are_ended_at_the_same_time(
     tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     """Each waits for the two others to be ended too; the error of one hinders none."""
-    together, ended = threading.Barrier(3, timeout=60), list[str]()
+    together, ended = threading.Barrier(3, timeout=10), list[str]()
 
     def stop(run: object) -> list[str]:
         together.wait()

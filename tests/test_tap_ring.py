@@ -226,7 +226,7 @@ def test_without_a_reader_rows_are_dropped_at_once(pair) -> None:
     assert writer.reserve(3, [Segment("eyas-a", 0, 3)], 30.0) is not None and writer.dropping == ""
     reader.close()
     assert writer.reserve(3, [Segment("eyas-a", 0, 3)], 30.0) is None
-    assert writer.counters().dropped_rows == 6 and time.monotonic() - began < 20
+    assert writer.counters().dropped_rows == 6 and time.monotonic() - began < 1
 
 
 def test_a_full_ring_is_waited_for(pair) -> None:
@@ -238,8 +238,8 @@ def test_a_full_ring_is_waited_for(pair) -> None:
     threading.Timer(0.3, reader.release, [block]).start()
     began = time.monotonic()
     slot = writer.reserve(16, [Segment("eyas-a", 0, 16)], 30.0)
-    assert slot is not None and 0.2 < time.monotonic() - began < 20
-    assert 0.2 < writer.counters().waited_s < 20
+    assert slot is not None and 0.2 < time.monotonic() - began < 5
+    assert 0.2 < writer.counters().waited_s < 5
 
 
 def test_a_reader_that_moves_nothing_costs_one_wait(pair) -> None:
@@ -248,13 +248,14 @@ def test_a_reader_that_moves_nothing_costs_one_wait(pair) -> None:
     fill(writer.path)
     writer = RingWriter.attach(writer.path)
     block = reader.read(0.0)
+    began = time.monotonic()
     waits = []
     for _ in range(4):
         reader.beat()
         asked = time.monotonic()
-        assert writer.reserve(16, [Segment("eyas-a", 0, 16)], 1.0) is None
+        assert writer.reserve(16, [Segment("eyas-a", 0, 16)], 0.4) is None
         waits.append(time.monotonic() - asked)
-    assert waits[0] >= 1.0 > max(waits[1:])
+    assert 0.4 <= time.monotonic() - began < 3 and max(waits[1:]) < 0.1
     assert "released nothing" in writer.dropping
     reader.release(block)  # it moves: rows are kept again, and waited for again
     assert writer.reserve(1, [Segment("eyas-a", 0, 1)], 0.0) is not None
@@ -433,7 +434,7 @@ def test_a_killed_reader_is_noticed_and_followed_by_another(tmp_path: Path) -> N
     first.process.wait()
     began = time.monotonic()
     assert not any(producer.send() for _ in range(50))
-    assert time.monotonic() - began < 20 and f"process {first.process.pid}, has ended" in producer.ring.dropping
+    assert time.monotonic() - began < 2 and f"process {first.process.pid}, has ended" in producer.ring.dropping
     second = Consumer(producer.path, tmp_path / "second")
     kept += [number for number in range(59, 159) if producer.send()]
     assert len(kept) == 108
@@ -455,7 +456,7 @@ def test_a_stopped_reader_costs_one_wait_and_goes_on(tmp_path: Path) -> None:
     consumer.kill(signal.SIGSTOP)
     began, kept = time.monotonic(), [1]
     kept += [number for number in range(2, 202) if producer.send(patience_s=1.0)]
-    assert 1.0 <= time.monotonic() - began < 20
+    assert 1.0 <= time.monotonic() - began < 4
     assert 2 < len(kept) < 100 and producer.ring.counters().dropped_rows > 0
     consumer.kill(signal.SIGCONT)
     wait_for(lambda: producer.ring.counters().released_rows == producer.ring.counters().rows)
@@ -474,7 +475,7 @@ def test_a_reader_that_is_silent_is_not_waited_for_long(tmp_path: Path, monkeypa
     began = time.monotonic()
     while producer.send(patience_s=30.0):
         pass
-    assert time.monotonic() - began < 20 and "silent" in producer.ring.dropping
+    assert time.monotonic() - began < 5 and "silent" in producer.ring.dropping
     consumer.kill(signal.SIGKILL)
 
 

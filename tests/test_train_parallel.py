@@ -176,14 +176,14 @@ def test_the_others_of_a_killed_process_say_so_and_leave(captured: Path, tmp_pat
 def test_a_process_that_hangs_is_waited_for_so_long_and_no_longer(
     captured: Path, tmp_path: Path, parallel: str
 ) -> None:
-    more = {**ENDLESS, "timeout_s": "10", "parallel": parallel}
+    more = {**ENDLESS, "timeout_s": "3", "parallel": parallel}
     run = copy_of(captured, tmp_path / "run", **more)
     with two_ranks(run, **more) as ranks:
         wait_for_checkpoint(run, ranks[0])
         ranks[1].send_signal(signal.SIGSTOP)
         _, told = ranks[0].communicate(timeout=300)
         assert ranks[0].returncode == 1, told
-    assert "no word from rank 1" in told and "train.timeout_s = 10 s" in told
+    assert "no word from rank 1" in told and "train.timeout_s = 3 s" in told
     assert "Traceback" not in told
 
 
