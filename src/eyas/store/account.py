@@ -19,10 +19,8 @@ def account(store: StoreReader) -> dict[str, Any]:
         {source, in, written, rejected, pending, tokens, supervised_tokens} each; bytes_per_token by tensor, with their
         sum as `total`; relative_error by kind of state (fp8 only); vocabulary, as `coverage_table`.
     """
-    rows, planned = (
-        store.rows,
-        store.plan.table.group_by("source", use_threads=False).aggregate([("sample_id", "count")]),
-    )
+    rows = store.rows
+    planned = store.plan.table.group_by("source", use_threads=False).aggregate([("sample_id", "count")])
     written, source = rows.equal("rejected", ""), np.array(rows.table["source"].to_pylist(), dtype=object)
     sources = []
     for name, count in sorted(zip(*(planned[column].to_pylist() for column in planned.column_names), strict=True)):

@@ -48,7 +48,7 @@ def parse_table(raw: bytes, where: str, schema: pa.Schema) -> pa.Table:
             f"{where}: checksum {seen}", expected=f"{claimed!r}, as the file says itself", cause=_CAUSE, next=_NEXT
         )
     # In this thread alone: read_table's own threads may still hold `raw` when Python ends, and then the process aborts
-    # (pyarrow 26.0.1: "terminate called without an active exception", 4 of some 250 captures that a signal stopped).
+    # (pyarrow 26.0.1, "terminate called without an active exception"; LOG.md, 2026-11-30).
     with pq.ParquetFile(pa.BufferReader(raw)) as file:
         table = file.read(use_threads=False)
     if table.schema.names != schema.names:
