@@ -3,6 +3,7 @@
 import fcntl
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -253,6 +254,21 @@ def test_a_start_asks_the_interpreter_once(
     run = stand_in_run(tmp_path, tiny_target, profile="serving")
     ended.append(run)
     assert start_server(run).ready and len(asked) == 1
+
+
+def test_only_the_memory_of_gpus_that_the_server_sees_is_compared(
+    tmp_path: Path, tiny_target: Path, ended: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may work on the rest of the machine meanwhile."""
+    program = tmp_path / "nvidia-smi"
+    rows = ("0, GPU-aa, NVIDIA H200, 143771, 90000, 0, 9.0", "1, GPU-bb, NVIDIA H200, 143771, 4, 0, 9.0")
+    program.write_text(f"#!/bin/sh\ncase $1 in --query-gpu*) printf '%s\\n' {shlex.join(rows)};; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sees = 'engine.env.CUDA_VISIBLE_DEVICES="1"'
+    run = stand_in_run(tmp_path, tiny_target, "", "engine.device=cuda", sees, profile="serving")
+    ended.append(run)
+    assert start_server(run).gpu_bytes == {"GPU-bb": 4 << 20}
 
 
 def test_the_status_of_a_server_whose_ring_is_gone(tmp_path: Path, tiny_target: Path, ended: list[Run]) -> None:

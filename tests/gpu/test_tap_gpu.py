@@ -202,11 +202,15 @@ def test_a_gpu_encodes_as_a_cpu_does(encoding: str) -> None:
     gpu, cpu = encode(states.cuda(), encoding), encode(states, encoding, every=1)
     assert torch.equal(gpu.faults.cpu(), cpu.faults) and cpu.faults.count_nonzero() == 3
     fine = cpu.faults == 0
-    off = (gpu.values.cpu().float() != cpu.values.float())[fine]
-    assert off.float().mean() < (1e-4 if encoding == "fp8" else 1e-9)
-    if encoding == "fp8":
-        torch.testing.assert_close(gpu.scales.cpu()[fine], cpu.scales[fine], rtol=1e-6, atol=0)
-        torch.testing.assert_close(gpu.error.cpu()[fine], cpu.error[fine], rtol=1e-3, atol=0)
+    if encoding == "bf16":
+        assert torch.equal(gpu.values.cpu()[fine], cpu.values[fine])
+        return
+    # 0.4% of these values lie halfway between two codes, where the last bit of a division decides: either is as near.
+    given, scales = states[fine].double(), cpu.scales[fine].double()[:, None]
+    off, best = ((made.values.cpu()[fine].double() * scales - given).abs() for made in (gpu, cpu))
+    torch.testing.assert_close(off, best, rtol=1e-4, atol=0)
+    torch.testing.assert_close(gpu.scales.cpu()[fine], cpu.scales[fine], rtol=1e-6, atol=0)
+    torch.testing.assert_close(gpu.error.cpu()[fine], cpu.error[fine], rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("encodings", [("bf16", "bf16"), ("fp8", "fp8")])

@@ -11,7 +11,7 @@ from typing import Any
 
 from eyas import fs
 from eyas.engine import process
-from eyas.engine.gpu import gpus
+from eyas.engine.gpu import gpus, visible
 from eyas.engine.inject import write_plugin, write_stub
 from eyas.engine.launch import engine_env
 from eyas.engine.leftovers import ring_path
@@ -57,6 +57,7 @@ def begin(run: Run, facts: Facts) -> ServerState:
     port = run.recipe.engine.port or free_port(launch.host, launch.table)
     ring = ring_path(run.dir.name, token) if launch.tap else ""
     stamp = time.strftime("%Y%m%d-%H%M%S")
+    env = engine_env(launch.python, launch.env)
     state = ServerState(
         engine=launch.kind.name,
         url=f"http://{launch.host}:{port}",
@@ -73,10 +74,10 @@ def begin(run: Run, facts: Facts) -> ServerState:
         settings=settings_of(facts),
         mark=f"{folder}:{token}",
         started=time.time(),
-        gpu_bytes={} if launch.device == "cpu" else {gpu.uuid: gpu.used_bytes for gpu in gpus()},
+        gpu_bytes={} if launch.device == "cpu" else {gpu.uuid: gpu.used_bytes for gpu in visible(gpus(), env)},
     )
     save_state(run, state)
-    env = engine_env(launch.python, launch.env) | {process.MARK: state.mark}
+    env |= {process.MARK: state.mark}
     if launch.tap:
         Ring.create(ring, run.recipe.capture.ring_bytes, facts.layout)
         env |= _inject(state, facts, env.get("PYTHONPATH", ""))

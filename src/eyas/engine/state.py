@@ -48,7 +48,7 @@ class ServerState:
         self_test: figures of the self-test.
         stopped: unix time at which Eyas ended it; 0 before.
         engine: its kind, as in engine.kind.
-        gpu_bytes: what was in use on each GPU before the start, by uuid; none on a CPU.
+        gpu_bytes: what was in use on each GPU that it sees before the start, by uuid; none on a CPU.
     """
 
     url: str
