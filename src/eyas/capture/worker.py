@@ -131,6 +131,8 @@ class Worker:
                 return await self._reject(sample, "refused by the server", str(refusal))
             except Transient as failure:
                 fault = str(failure)
+                if not self.tally.again["server failed"]:
+                    say(f"capture: asked again, as are all that fail so: {fault}")
                 self.tally.again["server failed"] += 1
             if not fault:
                 return None

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
+from eyas.clients import Clients
 from eyas.errors import EngineError
 from eyas.tap.releases import SGLANG
 
@@ -71,16 +72,13 @@ class EngineClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # One client a request in flight: the pool of one client looks at all its connections at every request.
-        self._idle: list[httpx.AsyncClient] = []
-        self._clients: list[httpx.AsyncClient] = []
+        self._clients = Clients()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for client in self._clients:
-            await client.aclose()
+        await self._clients.close()
 
     async def facts(self) -> ServerFacts:
         """Ask what runs there.
@@ -103,15 +101,13 @@ class EngineClient:
     async def _send(self, request: httpx.Request, timeout_s: float | None) -> Any:
         """The parsed body of a response with HTTP 200; other outcomes as Transient, Refused or EngineError."""
         request.extensions["timeout"] = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None).as_dict()
-        client = self._idle.pop() if self._idle else self._new_client()
         try:
-            response = await client.send(request)
+            with self._clients.one() as client:
+                response = await client.send(request)
             if response.status_code == 200:
                 return response.json()
         except (httpx.TransportError, httpx.DecodingError, ValueError) as error:
             raise Transient(f"{request.url}: {type(error).__name__}: {error or 'no answer'}") from None
-        finally:
-            self._idle.append(client)
         said = f"HTTP {response.status_code}: {response.text[:300].strip()}"
         if response.status_code in _TRANSIENT_STATUSES:
             raise Transient(f"{request.url}: {said}")
@@ -125,11 +121,6 @@ class EngineClient:
                 next="take it out (the server listens on engine.host alone), then start it again",
             )
         raise EngineError(f"{request.url}: {said}", expected="HTTP 200", cause="another kind of server at this address")
-
-    def _new_client(self) -> httpx.AsyncClient:
-        # Plain HTTP on this machine: no certificates to load for each client, no proxy in between.
-        self._clients.append(httpx.AsyncClient(verify=False, trust_env=False))
-        return self._clients[-1]
 
 
 class SGLangClient(EngineClient):

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from eyas.clients import Clients
 from eyas.data.regenerate.protocol import Aborted, Protocol
 from eyas.drafter.walk import Acceptance
 from eyas.errors import EngineError
@@ -86,8 +87,7 @@ class Asker:
         self.url, self.kind, self.seed = url.rstrip("/"), kind, table.seed
         sampling = Regenerate(kind="sglang" if kind == "sglang" else "openai", temperature=table.temperature)
         self._protocol = Protocol(sampling, ends, vocab_size)
-        self._idle: list[httpx.AsyncClient] = []
-        self._clients: list[httpx.AsyncClient] = []
+        self._clients = Clients()
         self._model = ""
 
     async def __aenter__(self) -> "Asker":
@@ -97,8 +97,7 @@ class Asker:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for client in self._clients:
-            await client.aclose()
+        await self._clients.close()
 
     async def ask(self, prompt: Sequence[int], max_new_tokens: int, seed: int, salt: str) -> Answer:
         """The answer to token ids.
@@ -113,23 +112,21 @@ class Asker:
         body["extra_key" if self.kind == "sglang" else "cache_salt"] = salt
         request = httpx.Request("POST", self.url + self._protocol.path, json=body)
         request.extensions["timeout"] = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S, pool=None).as_dict()
-        client = self._idle.pop() if self._idle else self._new_client()
         pieces: list[bytes] = []
         started = first = last = time.perf_counter()
         try:
-            response = await client.send(request, stream=True)
-            try:
-                await self._check(response)
-                async for piece in _events(response):
-                    last = time.perf_counter()
-                    first = last if not pieces else first
-                    pieces.append(piece)
-            finally:
-                await response.aclose()
+            with self._clients.one() as client:
+                response = await client.send(request, stream=True)
+                try:
+                    await self._check(response)
+                    async for piece in _events(response):
+                        last = time.perf_counter()
+                        first = last if not pieces else first
+                        pieces.append(piece)
+                finally:
+                    await response.aclose()
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise self._lost(f"{type(error).__name__}: {error or 'no answer'}") from None
-        finally:
-            self._idle.append(client)
         return self._read(pieces, ids, first - started, last - started)
 
     async def counters(self) -> Counters:
@@ -175,20 +172,13 @@ class Asker:
         return {"choices": [choices[0] | choices[-1] | {"token_ids": token_ids}]}
 
     async def _get(self, path: str) -> httpx.Response:
-        client = self._idle.pop() if self._idle else self._new_client()
         try:
-            response = await client.get(self.url + path, timeout=60)
+            with self._clients.one() as client:
+                response = await client.get(self.url + path, timeout=60)
         except httpx.TransportError as error:
             raise self._lost(f"{path}: {type(error).__name__}: {error}") from None
-        finally:
-            self._idle.append(client)
         await self._check(response)
         return response
-
-    def _new_client(self) -> httpx.AsyncClient:
-        # One client a request in flight; plain HTTP on this machine: no certificates, no proxy in between.
-        self._clients.append(httpx.AsyncClient(verify=False, trust_env=False))
-        return self._clients[-1]
 
     def _lost(self, said: str) -> EngineError:
         return EngineError(

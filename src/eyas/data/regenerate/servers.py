@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import httpx
 
+from eyas.clients import Clients
 from eyas.data.records import Rejected
 from eyas.data.regenerate.protocol import Aborted, Answer, Protocol
 from eyas.errors import EngineError, RecipeError
@@ -61,11 +62,8 @@ class Servers:
         self._revivals: set[asyncio.Task[None]] = set()
         self._fatal: EngineError | None = None
         self._last_fault = ""
-        self._headers, self._tls = _headers(self.settings.api_key_env), httpx.create_ssl_context()
-        # One client a request in flight: the pool of one client looks at all its connections at every request, which
-        # held 512 in flight down to 35 requests a second.
-        self._idle: list[httpx.AsyncClient] = []
-        self._clients: list[httpx.AsyncClient] = []
+        self._headers = _headers(self.settings.api_key_env)
+        self._clients = Clients(httpx.create_ssl_context(), proxies=True)
 
     async def __aenter__(self) -> Self:
         try:
@@ -93,7 +91,7 @@ class Servers:
         for task in self._revivals:
             task.cancel()
         await asyncio.gather(*self._revivals, return_exceptions=True)
-        await asyncio.gather(*(client.aclose() for client in self._clients))
+        await self._clients.close()
 
     @property
     def context(self) -> int:
@@ -212,23 +210,17 @@ class Servers:
         except Aborted as aborted:
             raise _Failed(f"{request.url}: {aborted}") from None
 
-    def _new_client(self) -> httpx.AsyncClient:
-        self._clients.append(httpx.AsyncClient(verify=self._tls))
-        return self._clients[-1]
-
     async def _send(self, request: httpx.Request, timeout_s: float) -> Any:
         """The parsed body of a response; faults as _Failed, Rejected or EngineError."""
         request.extensions["timeout"] = httpx.Timeout(timeout_s, connect=10.0).as_dict()
-        client = self._idle.pop() if self._idle else self._new_client()
         try:
-            response = await client.send(request)
+            with self._clients.one() as client:
+                response = await client.send(request)
             if response.status_code == 200:
                 return response.json()
         except (httpx.TransportError, httpx.DecodingError, ValueError) as error:
             said = str(error) or f"no answer within {duration(timeout_s)}"
             raise _Failed(f"{request.url}: {type(error).__name__}: {said}") from None
-        finally:
-            self._idle.append(client)
         said = f"HTTP {response.status_code}: {response.text[:300].strip()}"
         if response.status_code in TRANSIENT_STATUSES:
             raise _Failed(f"{request.url}: {said}")
