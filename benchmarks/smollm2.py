@@ -49,6 +49,7 @@ name = "smollm2"
 target.path = "{target}"
 engine = {{ kind = "sglang", python = "{python}", args = {args}, env = {env} }}
 capture = {{ in_flight = 256, ring_bytes = 1_073_741_824 }}
+drafter = {{ fc_norm = true, norm_output = true }}
 evaluate = {{ drafts = 3, decode_prompts = 64, decode_tokens = 48 }}
 
 [data]

@@ -48,7 +48,7 @@ def test_the_recipe_loads_and_has_the_targets_numbers(tiny_target: Path, folder:
     output = init("--target", tiny_target, "--data", "chats.jsonl")
     recipe = load_recipe(folder / "recipe.toml")
     assert recipe.target.path == str(tiny_target)
-    assert recipe.drafter.aux_layer_ids == [2, 4, 5]
+    assert recipe.drafter.aux_layer_ids == [2, 4, 5] and recipe.drafter.fc_norm and recipe.drafter.norm_output
     assert recipe.train.draft_vocab_size == 259
     assert recipe.data.max_tokens == 512
     assert recipe.data.sources[0].path == str(folder / "chats.jsonl")

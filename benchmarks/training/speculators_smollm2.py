@@ -31,12 +31,12 @@ SETTINGS = {
     "--draft-vocab-size, --d2t-path, --t2d-path": "the same draft vocabulary",
     "--ttt-steps, --ttt-step-loss-decay": "as ours",
     "--lr": "as ours, which is its default",
-    "--optimizer": "left at its default, Muon, by the same lr (ours: AdamW)",
+    "--optimizer": "left at its default, Muon by the same lr with a weight decay of 0.1 (ours: AdamW without)",
     "--target-layer-ids": "the store's",
     "--mask-token-id": "not used by EAGLE-3; without it a processor is looked up",
     "--on-missing": "raise: no sample is left out",
     "--log-freq": "a step that is logged waits for the GPU",
-    "norms": "left at its defaults: before fc, before the residual, of the output",
+    "norms": "left at its defaults: before fc, before the residual, of the output (ours: EAGLE-3.1's)",
     "loss, schedule": "left at its defaults: KL; linear, 1% of it warm-up (ours: the same loss; cosine, 3%)",
     "lm_head": "frozen: it has no switch (ours: trained)",
 }
@@ -54,6 +54,7 @@ def peer_run(recipe: Path, settings: Sequence[str], run: Run) -> Run:
     """The run that evaluates its drafter: our store, its checkpoint as it is."""
     start = folder_of(run) / "checkpoints" / str(round(run.recipe.train.epochs) - 1)
     switches = [f"drafter.{name}=true" for name in ("norm_before_fc", "norm_before_residual", "norm_output")]
+    switches += ["drafter.fc_norm=false"]
     own = ["name=smollm2-speculators", "data.sources=[]", "data.evaluation_prompts=[]", "regenerate.servers=[]"]
     own += [f"store.url={run.store_url}", f"train.start={start}", "train.epochs=0"]
     return open_run(recipe, [*settings, *own, *switches])
