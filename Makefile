@@ -7,7 +7,7 @@
 #   make engine-sglang            SGLang in an environment of its own, outside the clone (11 GB on disk, once)
 #   make test-engines             tests against those two engines, on the demo's target
 #   make test-sigstop             the capture worker is stopped for six minutes beside that SGLang
-#   make test-vllm-tuning         eyas tune, the tuned server and parity's causes with that vLLM (not yet seen to pass)
+#   make test-vllm-tuning         eyas tune, the tuned server and parity's causes with that vLLM
 #   make test-browser             the report in Debian's Chromium (installed where it is missing)
 #   make test-lossless            speculation changes no token on all 64 held-out prompts (needs the demo's run, makes it)
 #   make test-gpu                 tests that need CUDA
