@@ -3,7 +3,6 @@
 import fcntl
 import multiprocessing
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers_serve import stand_in_run
+from test_serve_preflight import SMI
 from typer.testing import CliRunner
 
 from eyas.cli import app, commands
@@ -261,8 +261,7 @@ def test_only_the_memory_of_gpus_that_the_server_sees_is_compared(
 ) -> None:
     """Others may work on the rest of the machine meanwhile."""
     program = tmp_path / "nvidia-smi"
-    rows = ("0, GPU-aa, NVIDIA H200, 143771, 90000, 0, 9.0", "1, GPU-bb, NVIDIA H200, 143771, 4, 0, 9.0")
-    program.write_text(f"#!/bin/sh\ncase $1 in --query-gpu*) printf '%s\\n' {shlex.join(rows)};; esac\n")
+    program.write_text(SMI.format(used=90000, pid=1))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     sees = 'engine.env.CUDA_VISIBLE_DEVICES="1"'
