@@ -93,7 +93,7 @@ class Pack:
     @property
     def sequences(self) -> int:
         """Samples with at least one trained row."""
-        return int((self.alignment.trained_at_0 > 0).sum())
+        return int(self.alignment.trained_at_0.sum())
 
 
 def pack_samples(samples: Sequence[Stored], steps: int, dtype: torch.dtype, device: torch.device) -> Pack:
@@ -116,7 +116,7 @@ def pack_samples(samples: Sequence[Stored], steps: int, dtype: torch.dtype, devi
 
 def index_pack(alignment: Alignment, dtype: torch.dtype, device: torch.device) -> PackIndex:
     """The alignment's indices on a device, all in one copy that the host does not wait for."""
-    divisor = np.maximum(alignment.trained_at_0, 1)
+    divisor = np.ones_like(alignment.trained_at_0)
     arrays = [alignment.rows, alignment.final_rows, np.array([len(step.row) for step in alignment.steps])]
     for step in alignment.steps:
         place = np.full(len(alignment.rows), -1)

@@ -67,7 +67,7 @@ def pack_loss(
     index = pack.index
     with torch.no_grad():
         teachers = Teachers.of(pack.final[index.final_rows], lm_head_draft)
-        in_vocab = drafter.t2d[target_argmax].to(teachers.log_sum.dtype)
+        in_vocab = torch.ones_like(teachers.log_sum)
     weights = [in_vocab[step.teacher] * step.share * decay**k for k, step in enumerate(index.steps[:steps])]
     lessons = [Lesson(step.teacher, weight) for step, weight in zip(index.steps, weights, strict=False)]
     hidden = list(unroll(drafter, embedding, pack, steps))
