@@ -127,13 +127,12 @@ def naive_feature(drafter: Drafter, embedding: Tensor, sample: Sample, row: int,
 def naive_loss(
     drafter: Drafter, embedding: Tensor, lm_head: Tensor, samples: list[Sample], *, steps: int, decay: float
 ) -> Tensor:
-    """sum over samples of sum_k decay^k * sum_rows CE / n, row by row."""
+    """sum_k decay^k * sum_rows CE, row by row."""
     draft_ids = drafter.draft_ids
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         mask, length = sample.loss_mask.tolist(), len(sample.token_ids)
         final_at = np.cumsum(mask) - 1
-        rows_at_0 = sum(mask[j + 1] and mask[j + 2] for j in range(length - 2))
         for row in range(length):
             for k in range(steps):
                 if row + 2 + k >= length or not (mask[row + 1 + k] and mask[row + 2 + k]):
@@ -144,5 +143,5 @@ def naive_loss(
                 probs = target_logits[draft_ids].softmax(0)
                 feature = naive_feature(drafter, embedding, sample, row, k)
                 logits = drafter.lm_head(drafter.norm(feature))
-                total = total + decay**k * -(probs * logits.log_softmax(0)).sum() / rows_at_0
+                total = total + decay**k * -(probs * logits.log_softmax(0)).sum()
     return total

@@ -179,8 +179,7 @@ class Ours(Timed):
                 )
             ]
         )
-        per_sample = int(row.pack.alignment.trained_at_0[0])
-        mean = loss.per_step * per_sample / loss.rows
+        mean = loss.per_step / loss.rows
         divergence = mean - torch.stack([entropy[step.teacher].mean() for step in index.steps])
         return {"cross_entropy": mean.tolist(), "divergence": divergence.tolist()}
 

@@ -67,7 +67,6 @@ class Alignment:
         teachers: positions that teach, rising, int64 [P].
         final_rows: for each teacher its index into the pack's final hidden states, int64 [P].
         steps: per step, its trained rows.
-        trained_at_0: rows trained at step 0 of each sample, int64 [samples]; the divisor n of the loss.
     """
 
     start: IntArray
@@ -75,7 +74,6 @@ class Alignment:
     teachers: IntArray
     final_rows: IntArray
     steps: list[StepRows]
-    trained_at_0: IntArray
 
 
 def align(masks: list[BoolArray], steps: int) -> Alignment:
@@ -100,5 +98,4 @@ def align(masks: list[BoolArray], steps: int) -> Alignment:
         teachers=teachers,
         final_rows=(np.cumsum(np.concatenate(masks)) - 1)[teachers],
         steps=step_rows,
-        trained_at_0=np.bincount(step_rows[0].sample, minlength=len(masks)),
     )

@@ -39,12 +39,10 @@ class StepIndex:
     Attributes:
         picked: which of the computed rows they are.
         teacher: index into the teaching positions, int64 [n].
-        share: 1 / rows of the row's sample that are trained at step 0, at least fp32 [n].
     """
 
     picked: Picked
     teacher: Tensor
-    share: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,9 @@ class Pack:
     index: PackIndex
 
     @property
-    def sequences(self) -> int:
-        """Samples with at least one trained row."""
-        return int(self.alignment.trained_at_0.sum())
+    def trained(self) -> int:
+        """Rows that are trained at step 0."""
+        return len(self.alignment.steps[0].row)
 
 
 def pack_samples(samples: Sequence[Stored], steps: int, dtype: torch.dtype, device: torch.device) -> Pack:
@@ -116,17 +114,15 @@ def pack_samples(samples: Sequence[Stored], steps: int, dtype: torch.dtype, devi
 
 def index_pack(alignment: Alignment, dtype: torch.dtype, device: torch.device) -> PackIndex:
     """The alignment's indices on a device, all in one copy that the host does not wait for."""
-    divisor = np.ones_like(alignment.trained_at_0)
     arrays = [alignment.rows, alignment.final_rows, np.array([len(step.row) for step in alignment.steps])]
     for step in alignment.steps:
         place = np.full(len(alignment.rows), -1)
         place[step.row] = np.arange(len(step.row))
-        arrays += [step.row, place, step.teacher, divisor[step.sample]]
+        arrays += [step.row, place, step.teacher]
     rows, final_rows, trained, *flat = to_device(arrays, device)
-    wide = torch.promote_types(dtype, torch.float32)
     steps = [
-        StepIndex(Picked(row, place), teacher, 1 / count.to(wide))
-        for row, place, teacher, count in zip(*(flat[k::4] for k in range(4)), strict=True)
+        StepIndex(Picked(row, place), teacher)
+        for row, place, teacher in zip(*(flat[k::3] for k in range(3)), strict=True)
     ]
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and len(rows) > 0
     attention = FlashAttention(alignment, device) if flash else EagerAttention(alignment, device)

@@ -41,7 +41,7 @@ def begin(recipe: Recipe, target: Target, reader: StoreReader, head: TargetHead)
     draft_ids = choose_draft_vocab(counts, table.draft_vocab_size, target.eos_token_ids)
     config = DrafterConfig.for_target(target, recipe.drafter, len(draft_ids), layers)
     if not table.start:
-        return Beginning(new_drafter(config, draft_ids, head, table.seed), coverage(counts, draft_ids), None)
+        return Beginning(new_drafter(config, draft_ids, head, table), coverage(counts, draft_ids), None)
     started = read_start(Path(table.start), config, target, head)
     left = "".join(f"; {name} not taken: {why}" for name, why in started.left.items())
     say(f"train: starts from {table.start} ({started.form} form), {len(started.taken)} tensors taken{left}")
@@ -50,12 +50,23 @@ def begin(recipe: Recipe, target: Target, reader: StoreReader, head: TargetHead)
     return Beginning(started.drafter, coverage(counts, started.drafter.draft_ids.numpy()), started)
 
 
-def new_drafter(config: DrafterConfig, draft_ids: IntArray, head: TargetHead, seed: int) -> Drafter:
-    """A drafter to start from: random, but for lm_head, which starts as the target's rows of the draft vocabulary."""
+def new_drafter(config: DrafterConfig, draft_ids: IntArray, head: TargetHead, table: Train) -> Drafter:
+    """A drafter to start from: random, but for lm_head, which starts as the target's rows of the draft vocabulary.
+
+    For AdamW it is close to what the target itself would read off its deepest aux layer: norm starts as the target's
+    final norm, and fc passes that layer through (plus a little noise). Acceptance lengths of the demo so and at random:
+    1.561 and 1.532; with Muon, whose steps are as large in every direction, 2.294 and 2.317 of SmolLM2 on an H200
+    (LOG.md, 2026-11-30).
+    """
     drafter = Drafter(config)
-    drafter.initialise(seed)
+    drafter.initialise(table.seed)
+    hidden = config.hidden_size
     with torch.no_grad():
         drafter.lm_head.weight.copy_(head.lm_head[torch.from_numpy(draft_ids).to(head.lm_head.device)])
+        if table.optimizer == "adamw":
+            drafter.norm.weight.copy_(head.norm)
+            drafter.fc.weight.mul_(0.1)
+            drafter.fc.weight[:, -hidden:].add_(torch.eye(hidden))
     drafter.d2t.copy_(torch.from_numpy(to_d2t(draft_ids)))
     drafter.t2d.copy_(torch.from_numpy(to_t2d(draft_ids, config.vocab_size)))
     return drafter

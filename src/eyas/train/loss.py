@@ -1,10 +1,11 @@
 """Loss of the drafter against the target on the draft vocabulary: soft cross-entropy, or an LK loss (`train.loss`).
 
-    loss of an optimizer step = mean over its sequences of  sum_k decay^k * sum_rows L / n
+    loss of an optimizer step = sum_k decay^k * sum_rows L / n
 
-n = rows of that sequence trained at step 0. However samples are packed, accumulated or spread over ranks, the sum is
-the same. Rows whose target argmax is outside the draft vocabulary stay in n and add 0: the target would write a token
-that the drafter can't propose, and its renormalised distribution teaches nothing about it.
+n = rows trained at step 0, of all its samples. However samples are packed, accumulated or spread over ranks, the sum is
+the same. Every token weighs the same, as acceptance counts it: with the mean over samples, in which those of short
+answers weighed more, a drafter was accepted less far (LOG.md, 2026-11-30). Rows whose target argmax is outside the
+draft vocabulary stay in n and add 0: the target would write a token that the drafter can't propose.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class PackLoss:
     """Sums over a pack, so that packs and ranks add up exactly.
 
     Attributes:
-        total: sum over sequences of sum_k decay^k * sum_rows L / n; a scalar with gradient.
+        total: sum_k decay^k * sum_rows L; a scalar with gradient.
         per_step: the same for each step without its weight, fp32 [steps], detached.
         hits: rows of each step whose draft is the target's argmax, int64 [steps].
         rows: trained rows of each step, int64 [steps].
@@ -67,8 +68,8 @@ def pack_loss(
     index = pack.index
     with torch.no_grad():
         teachers = Teachers.of(pack.final[index.final_rows], lm_head_draft)
-        in_vocab = torch.ones_like(teachers.log_sum)
-    weights = [in_vocab[step.teacher] * step.share * decay**k for k, step in enumerate(index.steps[:steps])]
+        in_vocab = drafter.t2d[target_argmax].to(teachers.log_sum.dtype)
+    weights = [in_vocab[step.teacher] * decay**k for k, step in enumerate(index.steps[:steps])]
     lessons = [Lesson(step.teacher, weight) for step, weight in zip(index.steps, weights, strict=False)]
     hidden = list(unroll(drafter, embedding, pack, steps))
     sums, drafts = head_loss(hidden, drafter.lm_head.weight, teachers, lessons, losses)

@@ -41,7 +41,7 @@ class StepSums:
     """The same before it is read.
 
     Attributes:
-        loss: mean over the step's sequences, a scalar.
+        loss: mean over the step's trained rows, a scalar.
         per_step: the same of each k without its weight, [K].
         hits, rows: drafts that are the target's argmax, and trained rows, [K].
         grad_norm: before clipping, a scalar.
