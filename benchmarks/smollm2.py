@@ -70,6 +70,7 @@ batch_tokens = 4096
 ttt_steps = 4
 ttt_decay = 0.7
 lr = 1e-3
+optimizer = "muon"
 clip = 1.0
 checkpoint_every = 500
 eval_every = 1000

@@ -1,10 +1,10 @@
-"""Successive halving over configurations whose rates are known: servers are pretended, the clock is not looked at."""
+"""Successive halving over configurations whose rates are known: servers and the clock are pretended."""
 
-import itertools
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class Pretended:
         starts: how often each was started.
         asked: names of the servers asked, in order.
         stop_after: passes until a signal comes.
+        now, start_s, pass_s: the clock, and what a start and a pass take, seconds.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Pretended:
         self.starts: Counter[str] = Counter()
         self.asked: list[str] = []
         self.random = np.random.default_rng(seed)
+        self.now = self.start_s = self.pass_s = 0.0
+        self.guard = Lock()
 
     def text(self, run: Run) -> str:
         return load_profile(run.recipe.engine.profile).about.partition("; ")[2]
@@ -67,11 +70,14 @@ class Pretended:
         text = self.text(run)
         if text in self.broken:
             raise EngineError(f"{text} ended by itself")
-        self.starts[text] += 1
+        with self.guard:  # some start at the same time
+            self.starts[text] += 1
+            self.now += self.start_s
         return Living(text)
 
     def figures(self, text: str) -> dict[str, Any]:
         self.asked.append(text)
+        self.now += self.pass_s
         if self.stop_after and len(self.asked) > self.stop_after:
             raise Interrupted(2, "stopped", next="again")
         drift = 1 - 0.1 * len(self.asked) / 100  # a machine that gets slower all the time
@@ -98,16 +104,17 @@ def go(tiny_run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
         minutes: float = 1e6,
         most: int = 99,
         servers: int = 1,
+        start_s: float = 0,
         pass_s: float = 0,
         redo: bool = False,
     ) -> Tuned:
         if redo:
             remove_tree(tiny_run.dir / "tune")
-        clock = itertools.count(0.0, pass_s)
+        world.start_s, world.pass_s = start_s, pass_s
         monkeypatch.setattr("eyas.evaluate.pool.start_server", lambda run, *, stop: world.start(run))
         monkeypatch.setattr("eyas.evaluate.pool.stop_server", lambda run: [])
         monkeypatch.setattr(module, "load_state", lambda run: None)
-        monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(module.time, "monotonic", lambda: world.now)
         monkeypatch.setattr(module.Bench, "warm_up", lambda *_: True)
         monkeypatch.setattr(module.Bench, "measure", lambda bench, state, *_: Passed(world, state.text))
         table = tiny_run.recipe.serving.model_copy(update={"servers": servers})
@@ -184,6 +191,21 @@ def test_the_time_is_kept_and_more_minutes_go_further(go: Any, tmp_path: Path) -
     further = Pretended({"drafts 5": 130.0})
     tuned = go(further, choices(tmp_path, DRAFTS), minutes=200, pass_s=60)
     assert tuned.best.configuration.text == "drafts 5" and len(further.asked) > 10
+
+
+def test_a_start_is_no_part_of_passes_whose_servers_are_up(go: Any, tmp_path: Path) -> None:
+    """Six servers start in 120 s of 180; a pass takes 3 s: all are measured, several times."""
+    world = Pretended({"drafts 5": 130.0})
+    tuned = go(world, choices(tmp_path, DRAFTS), minutes=3, servers=6, start_s=20, pass_s=3)
+    assert tuned.evidence["minutes"] <= 3 and len(world.asked) == 20
+    assert not any("fault" in one for one in tuned.evidence["configurations"])
+
+
+def test_a_start_is_a_part_of_passes_whose_server_is_not_up(go: Any, tmp_path: Path) -> None:
+    world = Pretended({"drafts 5": 130.0})
+    tuned = go(world, choices(tmp_path, DRAFTS), minutes=3, start_s=50, pass_s=1)
+    assert sum(world.starts.values()) == 4 and len(world.asked) == 7, "three, and the first: others are told by it"
+    assert tuned.evidence["minutes"] == pytest.approx((4 * 50 + 7) / 60, abs=0.01)
 
 
 def test_what_cannot_be_served_is_left_out_with_its_reason(go: Any, tmp_path: Path) -> None:

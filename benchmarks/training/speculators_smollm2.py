@@ -31,13 +31,14 @@ SETTINGS = {
     "--draft-vocab-size, --d2t-path, --t2d-path": "the same draft vocabulary",
     "--ttt-steps, --ttt-step-loss-decay": "as ours",
     "--lr": "as ours, which is its default",
-    "--optimizer": "left at its default, Muon by the same lr with a weight decay of 0.1 (ours: AdamW without)",
+    "--optimizer": "left at its default, Muon by the same lr with a weight decay of 0.1 (ours: without)",
     "--target-layer-ids": "the store's",
     "--mask-token-id": "not used by EAGLE-3; without it a processor is looked up",
     "--on-missing": "raise: no sample is left out",
     "--log-freq": "a step that is logged waits for the GPU",
     "norms": "left at its defaults: before fc, before the residual, of the output (ours: EAGLE-3.1's)",
-    "loss, schedule": "left at its defaults: KL; linear, 1% of it warm-up (ours: the same loss; cosine, 3%)",
+    "loss": "left at its default: KL, in rows outside the draft vocabulary too (ours: the same loss without those)",
+    "schedule": "left at its default: linear, 1% of it warm-up (ours: cosine, 3%)",
     "lm_head": "frozen: it has no switch (ours: trained)",
 }
 # On a CPU it has no fused losses and no FlexAttention, and its loaders' processes would take longer than the steps.

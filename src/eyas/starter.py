@@ -31,9 +31,9 @@ def starter_recipe(target: Target, target_path: str, data_path: str, recipe_path
         "": {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target_path).name)},
         "target": {"path": target_path},
         "data": {"max_tokens": min(4096, target.max_position_embeddings)},
-        # EAGLE-3.1, which SGLang reads from 0.5.12 on and vLLM does. SmolLM2 with and without: docs/results.md.
+        # EAGLE-3.1, which SGLang reads from 0.5.12 on and vLLM does; Muon. SmolLM2 with and without: docs/results.md.
         "drafter": {"aux_layer_ids": target.default_aux_layer_ids(), "fc_norm": True, "norm_output": True},
-        "train": {"draft_vocab_size": min(32000, target.vocab_size)},
+        "train": {"draft_vocab_size": min(32000, target.vocab_size), "optimizer": "muon"},
     }
     sources = ["[[data.sources]]", *_keys(Source, {"path": data_path})]
     blocks = [_comment(_HEAD.format(recipe=recipe_path)), *_keys(Recipe, chosen[""])]

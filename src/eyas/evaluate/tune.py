@@ -67,6 +67,7 @@ class _Tuning:
         if len(self._candidates) < 2:
             raise RecipeError(f"{choices.name} leaves one configuration", expected="several, to choose from")
         self._spent_s, self._visits = 0.0, 0
+        self._starting_s, self._starts = 0.0, 0  # of it, in passes that waited for a server
         self._number, self._over = 0, False
 
     def go(self) -> Tuned:
@@ -165,6 +166,7 @@ class _Tuning:
                 result = self._visit(servers, order, one, unit)
             if result is not None:
                 self._spent_s, self._visits = self._spent_s + result["seconds"], self._visits + 1
+                self._starting_s, self._starts = self._starting_s + result["start_s"], self._starts + result["started"]
                 one.rounds.setdefault(number, []).append(result["tokens_per_s"])
                 one.figures += result["figures"]
 
@@ -173,12 +175,12 @@ class _Tuning:
     ) -> dict[str, Any] | None:
         """One pass over all sets; None where the time is over, or it can't be served."""
         needed = one is self._candidates[0] and not one.rounds  # the others are told by it
-        if self._visits and self._spent_s + self._spent_s / self._visits > self._budget_s and not self._over:
+        if self._visits and self._spent_s + self._likely_s(servers, one) > self._budget_s and not self._over:
             self._over = True
             say(f"tune: {duration(self._spent_s)} of {duration(self._budget_s)} are used; no more is begun")
         if self._over and not needed:
             return None
-        began = time.monotonic()
+        began, up = time.monotonic(), one.name in servers.living
         servers.add({each.name: each.run for each in order})
         failed = servers.prepare([each.name for each in order if not each.fault])
         for each in order:
@@ -191,6 +193,7 @@ class _Tuning:
         except EngineError as error:
             self._fail(one, error)
             return None
+        ready = time.monotonic()
         self._bench.warm_up(state, [self._streams])
         figures = [
             self._bench.measure(state, name, self._streams, one.drafting.drafts, fs.digest_json([unit, name])).figures()
@@ -198,9 +201,18 @@ class _Tuning:
         ]
         rate = sum(each["tokens"] for each in figures) / math.fsum(each["wall_s"] for each in figures)
         say(f"tune: round {unit['round'] + 1}: {one.configuration.text}: {rate:,.1f} tokens/s")
-        result = {"tokens_per_s": round(rate, 3), "figures": figures, "seconds": round(time.monotonic() - began, 2)}
+        seconds, start_s = round(time.monotonic() - began, 2), round(ready - began, 2)
+        result = {"tokens_per_s": round(rate, 3), "figures": figures, "seconds": seconds}
+        result |= {"start_s": start_s, "started": int(not up)}
         self._journal.add(unit, result)
         return result
+
+    def _likely_s(self, servers: Pool, one: Candidate) -> float:
+        """What its next pass will take: a pass as they were so far, and a start where its server is not up. All that
+        live at once start together, in the first pass, and it would make the others look as long as itself."""
+        passing = (self._spent_s - self._starting_s) / self._visits
+        start = 0.0 if one.name in servers.living or not self._starts else self._starting_s / self._starts
+        return passing + start
 
     def _fail(self, one: Candidate, error: EngineError) -> None:
         one.fault = error.seen.splitlines()[0]
