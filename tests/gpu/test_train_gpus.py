@@ -140,8 +140,9 @@ def test_a_feed_hands_over_whole_rows(captured: Path, tmp_path: Path) -> None:
     parallel = Parallel(Train(), CUDA, None)
     maker = RowMaker(reader, argmax, 3, torch.bfloat16, CUDA)
     schedule = trainer_module.Schedule(reader, run.recipe.train)
-    sums = []
+    sums, threads = [], torch.get_num_threads()
     with Feed(schedule, 0, maker.row, parallel) as feed:
+        assert torch.get_num_threads() <= 4, "copying threads that wait spin"
         for plan, rows in feed.steps():
             for row, samples in zip(rows, plan.rows, strict=True):
                 assert row is not None
@@ -150,6 +151,7 @@ def test_a_feed_hands_over_whole_rows(captured: Path, tmp_path: Path) -> None:
                     busy = busy * 1.0
                 sums.append((busy.double().sum(), samples))
             del row
+    assert torch.get_num_threads() == threads
     for total, samples in sums:
         states = [reader.read(reader.rows.id(row)).aux_hidden_states.float().double().sum() for row in samples]
         assert float(total) == pytest.approx(float(sum(states)), rel=1e-9)
