@@ -1,7 +1,9 @@
 """What a user sees when something is wrong: one clear error, the promised exit code, no traceback."""
 
 import errno
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +104,18 @@ def test_an_error_has_its_four_parts(eyas: Call, failing: ModuleType, recipe: Pa
     failing.error = DataError("a.jsonl, line 7: cut", expected="one object", cause="a copy", next="mend it")
     lines = eyas("prepare", recipe).err.splitlines()
     assert lines == ["error: a.jsonl, line 7: cut", "expected: one object", "likely cause: a copy", "next: mend it"]
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="pipes that keep writes apart are Linux's")
+def test_an_error_is_written_in_one_piece(tmp_path: Path) -> None:
+    """As torchrun starts it, unbuffered: the words of several processes go to one file, and lines must stay whole."""
+    ours, its = os.pipe2(os.O_DIRECT)  # each write is read by itself
+    words = [sys.executable, "-u", "-m", "eyas", "train", str(tmp_path / "no.toml")]
+    assert subprocess.run(words, stderr=its).returncode == 2
+    os.close(its)
+    with os.fdopen(ours, "rb", buffering=0) as pipe:
+        told = pipe.read(1 << 16)
+        assert told.startswith(b"error: ") and told.endswith(b"\n") and not pipe.read(1 << 16)
 
 
 def test_a_bug_keeps_its_traceback(failing: ModuleType, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,5 +37,7 @@ def main() -> None:
 
 
 def fail(error: EyasError) -> None:
-    print(f"error: {error}", file=sys.stderr)
+    # In one piece: torchrun starts processes unbuffered, where print writes the end of the line apart, and another
+    # process's words came between.
+    sys.stderr.write(f"error: {error}\n")
     sys.exit(error.exit_code)

@@ -41,5 +41,5 @@ def following() -> Iterator[None]:
     try:
         yield
     except EyasError as error:
-        print(f"rank {rank()} stopped: {error.seen}", file=sys.stderr)
+        sys.stderr.write(f"rank {rank()} stopped: {error.seen}\n")  # see eyas.cli
         sys.exit(error.exit_code)
