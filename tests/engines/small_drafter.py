@@ -20,22 +20,23 @@ SETTINGS = [
 _LEFT_OUT = shutil.ignore_patterns("store", "logs", "optimizer.safetensors", "target_argmax.safetensors", "*.html")
 
 
-def small_run(folder: Path, target: Path) -> Path:
-    """A copy, in `folder`, of the finished run; returns its folder."""
-    said = [RECIPE.read_text(), (RECIPE.parent / "answers.jsonl.gz").read_bytes().hex(), *SETTINGS]
+def small_run(folder: Path, target: Path, *more: str) -> Path:
+    """A copy, in `folder`, of the finished run, with `more` settings; returns its folder."""
+    settings = [*SETTINGS, *more]
+    said = [RECIPE.read_text(), (RECIPE.parent / "answers.jsonl.gz").read_bytes().hex(), *settings]
     digest = hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]
     kept = Path.home() / ".cache/eyas/test-runs" / digest
     kept.mkdir(parents=True, exist_ok=True)
     with (kept / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (kept / NAME).exists():
-            _make(kept, target)
+            _make(kept, target, settings)
     return Path(shutil.copytree(kept / NAME, folder / NAME))
 
 
-def _make(kept: Path, target: Path) -> None:
+def _make(kept: Path, target: Path, given: list[str]) -> None:
     env = os.environ | {"GOMP_SPINCOUNT": "1000"}
-    settings = [word for text in [*SETTINGS, f"runs_dir={kept / 'making'}"] for word in ("--set", text)]
+    settings = [word for text in [*given, f"runs_dir={kept / 'making'}"] for word in ("--set", text)]
     settings += ["--set", f"target.path={target}"]
     made = subprocess.run(
         [sys.executable, "-m", "eyas", "run", RECIPE, *settings], env=env, capture_output=True, text=True
