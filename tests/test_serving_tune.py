@@ -1,5 +1,6 @@
 """Successive halving over configurations whose rates are known: servers and the clock are pretended."""
 
+import re
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
@@ -180,6 +181,17 @@ def test_a_call_that_was_stopped_goes_on(go: Any, tmp_path: Path) -> None:
     again = go(whole, choices(tmp_path, DRAFTS))
     assert not whole.asked, "all is in the journal"
     assert again.evidence["configurations"] == tuned.evidence["configurations"]
+
+
+def test_a_journal_that_tells_no_starts_is_gone_on_from(go: Any, tiny_run: Run, tmp_path: Path) -> None:
+    first = go(Pretended({"drafts 5": 130.0}), choices(tmp_path, DRAFTS), start_s=20, pass_s=3)
+    journal = tiny_run.dir / "tune/journal.jsonl"
+    told = journal.read_text()
+    journal.write_text(re.sub(r',"start_s":[0-9.]+', "", told))
+    assert journal.read_text() != told
+    world = Pretended({})
+    assert go(world, choices(tmp_path, DRAFTS)).evidence["configurations"] == first.evidence["configurations"]
+    assert not world.asked, "all is in the journal"
 
 
 def test_the_time_is_kept_and_more_minutes_go_further(go: Any, tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ class _Tuning:
                 result = self._visit(servers, order, one, unit)
             if result is not None:
                 self._spent_s, self._visits = self._spent_s + result["seconds"], self._visits + 1
-                self._starting_s, self._starts = self._starting_s + result["start_s"], self._starts + result["started"]
+                start_s = result.get("start_s", 0.0)  # a journal from before it was told
+                self._starting_s, self._starts = self._starting_s + start_s, self._starts + (start_s > 0)
                 one.rounds.setdefault(number, []).append(result["tokens_per_s"])
                 one.figures += result["figures"]
 
@@ -201,9 +202,8 @@ class _Tuning:
         ]
         rate = sum(each["tokens"] for each in figures) / math.fsum(each["wall_s"] for each in figures)
         say(f"tune: round {unit['round'] + 1}: {one.configuration.text}: {rate:,.1f} tokens/s")
-        seconds, start_s = round(time.monotonic() - began, 2), round(ready - began, 2)
-        result = {"tokens_per_s": round(rate, 3), "figures": figures, "seconds": seconds}
-        result |= {"start_s": start_s, "started": int(not up)}
+        result = {"tokens_per_s": round(rate, 3), "figures": figures, "seconds": round(time.monotonic() - began, 2)}
+        result["start_s"] = 0.0 if up else round(ready - began, 2)
         self._journal.add(unit, result)
         return result
 
