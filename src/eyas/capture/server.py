@@ -3,12 +3,10 @@
 import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from eyas.capture.filing import Filing
 from eyas.capture.spot import SpotChecks
@@ -27,6 +25,7 @@ from eyas.store.writer import StoreWriter
 from eyas.tap.block import row_bytes
 from eyas.tap.reader import RingReader
 from eyas.target import Target
+from eyas.threads import torch_threads
 
 # Fewer tokens say little: their log-probabilities are checked only where a shard has nothing longer.
 _SPOT_TOKENS = 16
@@ -77,18 +76,6 @@ def capture_from_server(run: Run, target: Target, tokens: Tokens, writer: StoreW
     """
     with writer.committing_behind(), serving(run, stop=stop) as state:
         return asyncio.run(_Capture(run, target, tokens, writer, stop, state).run())
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """torch computes in the thread that calls it: else each writing thread would have as many threads of its own as
-    there are cores, beside a server that needs those."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Capture:
@@ -153,7 +140,7 @@ class _Capture:
         unchecked = "the server runs random weights" if facts.dummy_weights else ""
         before = ring.counters()
         with (
-            _one_torch_thread(),
+            torch_threads(1),  # of each writing thread, beside a server that needs the cores
             Progress("capture", total, "tokens", self.run_.logs_dir, done=total - left) as progress,
             SpotChecks(self.target, facts.dtype, recipe.store.final_encoding, unchecked) as spots,
             Filing(ring, self.writer) as filing,

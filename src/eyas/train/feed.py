@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -20,14 +21,15 @@ from eyas.drafter.align import IntArray, align
 from eyas.drafter.pack import Pack, index_pack
 from eyas.store.reader import StoreReader
 from eyas.tap.encode import decode
+from eyas.threads import torch_threads
 from eyas.train.argmax import TargetArgmax
 from eyas.train.batch import Schedule, StepPlan
 from eyas.train.parallel import Parallel
 
 AHEAD = 2
-# Most threads of a copy on the CPU, beside a GPU. torch takes one for each core, and each that waits spins: of several
-# trainings of SmolLM2's drafter on one host (32 cores, two H200) GPUs waited for data 80% of the time with 8 threads
-# each (five trainings), 0.1% with 4 (four) and 0.0% with 1 (three).
+# Most threads of a copy on the CPU, beside a GPU. Of several trainings of SmolLM2's drafter on one host (32 cores, two
+# H200) GPUs waited for data 80% of the time with 8 threads each (five trainings), 0.1% with 4 (four) and 0.0% with 1
+# (three).
 _COPYING_THREADS = 4
 _LOOK_S = 0.001  # how often a step that waits for data looks whether the GPU has run dry
 
@@ -106,11 +108,11 @@ class Feed:
         self._coming: deque[Future[Item | None]] = deque()
         self._launched: Any = None
         self.waited_s = 0.0
-        self._threads = torch.get_num_threads()
+        self._few_threads = ExitStack()
 
     def __enter__(self) -> "Feed":
         if self._stream is not None:
-            torch.set_num_threads(min(self._threads, _COPYING_THREADS))
+            self._few_threads.enter_context(torch_threads(_COPYING_THREADS))
         for _ in range(AHEAD):
             self._coming.append(self._thread.submit(self._next))
         wait([self._coming[0]])
@@ -120,7 +122,7 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._thread.shutdown(cancel_futures=True)
-        torch.set_num_threads(self._threads)
+        self._few_threads.close()
 
     def steps(self) -> Iterator[tuple[StepPlan, Iterator[Row | None]]]:
         """Each step with this process's rows of it, to be used up before the next; None: it has one row less."""
