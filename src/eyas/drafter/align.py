@@ -49,12 +49,10 @@ class StepRows:
     Attributes:
         row: index into the computed rows, int64 [n].
         teacher: index into the packed teaching positions, int64 [n].
-        sample: index of the row's sample in the pack, int64 [n].
     """
 
     row: IntArray
     teacher: IntArray
-    sample: IntArray
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ class Alignment:
 def align(masks: list[BoolArray], steps: int) -> Alignment:
     """Indices for samples packed one after another, given their loss masks."""
     lengths = np.array([len(mask) for mask in masks])
-    sample_of = np.repeat(np.arange(len(masks)), lengths)
-    start = (np.cumsum(lengths) - lengths)[sample_of]
+    start = np.repeat(np.cumsum(lengths) - lengths, lengths)
     teachers = np.flatnonzero(np.concatenate([teaching_positions(each) for each in masks]))
     # A teaching position is learned from by the row 1 + k before it, where that lies in the same sample.
     taught = [np.flatnonzero(teachers - 1 - k >= start[teachers]) for k in range(steps)]
@@ -88,10 +85,7 @@ def align(masks: list[BoolArray], steps: int) -> Alignment:
     for k, teacher in enumerate(taught):
         computed[teachers[teacher] - 1 - k] = True
     number = np.cumsum(computed) - 1
-    step_rows = [
-        StepRows(number[teachers[teacher] - 1 - k], teacher, sample_of[teachers[teacher]])
-        for k, teacher in enumerate(taught)
-    ]
+    step_rows = [StepRows(number[teachers[teacher] - 1 - k], teacher) for k, teacher in enumerate(taught)]
     return Alignment(
         start=start,
         rows=np.flatnonzero(computed),

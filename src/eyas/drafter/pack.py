@@ -89,7 +89,7 @@ class Pack:
     index: PackIndex
 
     @property
-    def trained(self) -> int:
+    def trained_at_0(self) -> int:
         """Rows that are trained at step 0."""
         return len(self.alignment.steps[0].row)
 

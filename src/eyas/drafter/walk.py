@@ -137,7 +137,7 @@ def draft_hits(drafter: Drafter, embedding: Tensor, pack: Pack, drafts: int) -> 
     """For each sample of a pack, [T, K]: whether the draft of step k at row j (by argmax) equals token j+2+k."""
     hits = np.zeros((len(pack.token_ids), drafts), dtype=bool)
     draft_ids = drafter.draft_ids
-    for k, hidden in enumerate(unroll(drafter, embedding, pack, drafts) if pack.trained else ()):
+    for k, hidden in enumerate(unroll(drafter, embedding, pack, drafts) if pack.trained_at_0 else ()):
         at = pack.index.rows[pack.index.steps[k].picked.rows]
         drafted = draft_ids[drafter.lm_head(hidden).argmax(-1)]
         hits[at.cpu().numpy(), k] = (drafted == pack.token_ids[at + 2 + k]).cpu().numpy()

@@ -51,7 +51,7 @@ def anomaly_told(anomaly: Anomaly, run: Run, reader: StoreReader, rows: RowMaker
     def is_finite(sample: StoredSample) -> bool:
         """Whether the sample alone gives a finite loss and gradient."""
         row = rows.row(np.array([reader.rows.find(sample.id)]))
-        if not row.pack.trained:
+        if not row.pack.trained_at_0:
             return True
         sums = learner.parallel.backward(partial(learner.loss_and_sums, row), last=True)
         assert sums is not None

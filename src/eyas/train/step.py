@@ -57,13 +57,13 @@ class Learner:
         mine, flops, trained_head = 0, 0.0, not self.table.freeze_lm_head
         for number, row in enumerate(rows, start=1):
             # Samples without two supervised tokens in a row train nothing.
-            trains = row is not None and row.pack.trained > 0
+            trains = row is not None and row.pack.trained_at_0 > 0
             done = self.parallel.backward(
                 partial(self.loss_and_sums, row) if row and trains else None, last=number == count
             )
             if row and done is not None:
                 sums += done
-                mine += row.pack.trained
+                mine += row.pack.trained_at_0
                 flops += step_flops(self.drafter.config, row.pack, trained_head=trained_head)
         trained, all_flops, *heard = self.parallel.add([mine, int(flops), *said])
         if not trained:  # moves nothing
