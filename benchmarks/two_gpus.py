@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "training"))
 from common import SHAPES
 from run_store import fill_store, write_ends
 
+from eyas import fs
 from eyas.drafter.saved import newest
 from eyas.record import load_record
 from eyas.run import Run, open_run
@@ -61,11 +62,10 @@ def make_store(work: Path, shape_name: str, device: str) -> Path:
 class Bench:
     """Runs of training from one store."""
 
-    def __init__(
-        self, work: Path, store: Path, shape_name: str, device: str, steps: int, known: dict[str, Any]
-    ) -> None:
+    def __init__(self, work: Path, store: Path, shape_name: str, device: str, steps: int, state: Path | None) -> None:
         self.work, self.store, self.shape, self.device, self.steps = work, store, SHAPES[shape_name], device, steps
-        self.known = known
+        self.state = state
+        self.known: dict[str, Any] = json.loads(state.read_text()) if state and state.is_file() else {}
 
     def train(self, name: str, processes: int, *, rows: int, tokens: int, **more: str) -> dict[str, Any]:
         """Train with `rows` rows of `tokens` tokens a step; the record's figures, losses, and the folder of the run."""
@@ -126,6 +126,8 @@ class Bench:
 
     def note(self, name: str, found: dict[str, Any]) -> None:
         self.known[name] = found
+        if self.state:
+            fs.write_json(self.state, self.known)
         print(f"{name}: {json.dumps(found)}", flush=True)
 
 
@@ -166,21 +168,16 @@ def main() -> int:
     device, shape = ("cpu", arguments.shape or "tiny") if arguments.cpu else ("cuda", arguments.shape or "8b")
     if not arguments.cpu and torch.cuda.device_count() < arguments.gpus:
         sys.exit(f"{torch.cuda.device_count()} GPUs here, {arguments.gpus} wanted (--cpu tries the script without)")
-    state = arguments.state
-    known: dict[str, Any] = json.loads(state.read_text()) if state and state.is_file() else {}
     os.environ.setdefault("OMP_NUM_THREADS", "8")
     with tempfile.TemporaryDirectory(prefix="eyas-gpus-", dir=arguments.work or None) as folder:
         work = Path(folder)
-        bench = Bench(work, make_store(work, shape, device), shape, device, arguments.steps, known)
-        try:
-            bench.speed("speed one", 1)
-            bench.speed("speed one, recompute", 1, recompute="true")
-            bench.speed("speed ddp", arguments.gpus)
-            bench.speed("speed fsdp", arguments.gpus, parallel="fsdp")
-            bench.equal(arguments.gpus)
-        finally:
-            if state:
-                state.write_text(json.dumps(known, indent=1))
+        bench = Bench(work, make_store(work, shape, device), shape, device, arguments.steps, arguments.state)
+        bench.speed("speed one", 1)
+        bench.speed("speed one, recompute", 1, recompute="true")
+        bench.speed("speed ddp", arguments.gpus)
+        bench.speed("speed fsdp", arguments.gpus, parallel="fsdp")
+        bench.equal(arguments.gpus)
+    known = bench.known
     one = known["speed one"]["tokens_per_s"]
     result = {"gpus": arguments.gpus, "shape": shape, **known}
     for name in ("ddp", "fsdp"):
