@@ -11,7 +11,7 @@ from helpers_export import AUX_LAYER_IDS, make_run, write_checkpoint, write_reco
 from helpers_tiny import make_tiny_target
 from torch import Tensor
 
-from eyas.drafter.eagle3 import Drafter, DrafterConfig
+from eyas.drafter.eagle3 import LENGTH_DEPENDENT_ROPES, Drafter, DrafterConfig
 from eyas.drafter.published import read_published
 from eyas.export.form import flat_config
 from eyas.export.stage import check, execute
@@ -42,7 +42,7 @@ def scaled(target: Target, scaling: dict[str, Any] | None) -> Target:
 
 
 def angles(config: DrafterConfig) -> Tensor:
-    """Cosines and sines beyond the target's 512 positions: `dynamic` is plain within them."""
+    """Cosines and sines, also beyond the target's 512 positions."""
     return torch.cat(Drafter(config).rope(torch.arange(600), torch.zeros(1)), dim=-1)
 
 
@@ -54,13 +54,16 @@ def drafter_of(target: Target) -> DrafterConfig:
 def test_the_older_name_of_the_kind_is_heeded(kind: str, plain: Target, tmp_path: Path) -> None:
     older, newer = (drafter_of(scaled(plain, {name: kind} | SCALINGS[kind])) for name in ("type", "rope_type"))
     assert torch.equal(angles(older), angles(newer))
-    assert not torch.allclose(angles(older), angles(drafter_of(scaled(plain, None))), atol=0.1)
+    unscaled = torch.allclose(angles(older), angles(drafter_of(scaled(plain, None))), atol=0.1)
+    assert unscaled == (kind in LENGTH_DEPENDENT_ROPES)
     assert older == newer
     # A published drafter's config too.
     config = flat_config(newer, plain, dtype="bfloat16", sglang_version="0.5.23")
     config["rope_scaling"] = {"type": kind} | SCALINGS[kind]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_published(tmp_path, plain).config.rope_scaling == newer.rope_scaling
+    published = read_published(tmp_path, plain)
+    assert published.config.rope_scaling == {"rope_type": kind} | SCALINGS[kind]  # its weights were trained with it
+    assert any("turns by a text's length" in note for note in published.notes) == (kind in LENGTH_DEPENDENT_ROPES)
 
 
 @pytest.mark.parametrize("form", ["flat", "speculators"])

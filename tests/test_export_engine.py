@@ -16,7 +16,10 @@ from eyas.export.stage import check_served
 from eyas.run import Run
 from eyas.stages import run_stage
 
-COMMANDS = (["evaluate", "--engine", "sglang"], ["tune"], ["serve", "start", "--with-drafter"])
+COMMANDS = (
+    *(["evaluate", "--engine", "sglang"], ["tune"], ["serve", "start", "--with-drafter"]),
+    ["deploy", "--engine", "sglang"],
+)
 
 
 def exported(
@@ -105,3 +108,19 @@ def test_without_checkpoints_the_release_is_still_checked(
     with pytest.raises(VerificationFailed, match="norm_output is off as SGLang 0.5.11 reads it"):
         check_served(run)
     assert "not compared with what was trained" in capsys.readouterr().err
+
+
+def test_deploy_leaves_out_the_engine_that_would_serve_another_drafter(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported(tmp_path, tiny_target, "0.5.11")  # a release that leaves norm_output out
+    words = ["eyas", "deploy", str(tmp_path / "tiny.toml"), "--out", str(tmp_path / "deploy")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    told = capsys.readouterr()
+    assert left.value.code in (0, None), told.err
+    assert "norm_output is off as SGLang 0.5.11 reads it" in " ".join(told.err.split())
+    assert "# ---- vLLM" in told.out and "SGLang" not in told.out
+    assert [path.name for path in (tmp_path / "deploy").iterdir()] == ["vllm"]
+    assert (tmp_path / "deploy/vllm/drafter/model.safetensors").is_file()

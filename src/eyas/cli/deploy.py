@@ -1,8 +1,7 @@
 """`eyas deploy`: the serving command, as people deploy it."""
 
-import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,23 +19,30 @@ def deploy(
     ] = None,
 ) -> None:
     """Print the command that serves the drafter, for SGLang and vLLM, with a systemd unit and a Dockerfile."""
-    from eyas.engine.deploy import deployment
-    from eyas.errors import RecipeError
+    from eyas.engine.deploy import Deployment, deployment
+    from eyas.errors import RecipeError, VerificationFailed
+    from eyas.export.stage import check_served
+    from eyas.progress import say
 
     if engine not in ("", "sglang", "vllm"):
         raise RecipeError(f"--engine {engine}", expected="sglang or vllm; both where it is left out")
     run = read_run(recipe, set_, limit)
-    for kind in ("sglang", "vllm"):
-        if engine and engine != kind:
-            continue
-        made = deployment(run, kind)
+    kinds: list[Literal["sglang", "vllm"]] = ["sglang", "vllm"]
+    fit: list[Deployment] = []
+    unfit: list[VerificationFailed] = []
+    for made in [deployment(run, kind) for kind in kinds if engine in ("", kind)]:
+        try:
+            check_served(run, made.kind, made.release)
+            fit.append(made)
+        except VerificationFailed as error:
+            unfit.append(error)
+    if not fit:
+        raise unfit[0]
+    for refused in unfit:
+        say(f"deploy: left out: {refused.seen}")
+    for made in fit:
         for name, content in made.files.items():
             print(f"# ---- {made.engine}: {name}\n{content}")
         if out is not None:
-            folder = out / kind
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in made.files.items():
-                (folder / name).write_text(content, encoding="utf-8")
-            (folder / "serve.sh").chmod(0o755)
-            shutil.copytree(made.drafter, folder / "drafter", dirs_exist_ok=True)
-            print(f"# wrote {folder}")
+            made.write(out / made.kind)
+            print(f"# wrote {out / made.kind}")

@@ -32,6 +32,9 @@ from eyas.settings import Drafter as DrafterTable
 from eyas.target import Target
 
 NORM_SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+# Angles of these depend on a text's length: Transformers takes that of each call, SGLang and vLLM one length for all
+# texts, from the config or a flag. A drafter turns by the plain angles, which are the same everywhere.
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class DrafterConfig:
 
     Attributes:
         hidden_size: H, equal to the target's (the drafter shares its embedding).
-        rope_theta, rope_scaling, max_position_embeddings: the target's, so that long contexts work when served.
+        rope_theta, rope_scaling, max_position_embeddings: the target's, so that long contexts work when served; no
+            scaling where the target's is one of LENGTH_DEPENDENT_ROPES.
         aux_layer_ids: the layers it was trained on; id i = residual stream after i decoder layers.
         fc_norm, norm_output, norm_before_fc, norm_before_residual: see the module.
         sliding_window: a row at position p sees keys of positions > p - sliding_window, as engines count them: drafts
@@ -71,6 +75,7 @@ class DrafterConfig:
     ) -> "DrafterConfig":
         """The drafter that fits a target; the recipe's [drafter] table overrides widths and heads."""
         heads = table.num_attention_heads or target.num_attention_heads
+        scaling = target.rope_scaling
         return cls(
             hidden_size=target.hidden_size,
             intermediate_size=table.intermediate_size or target.intermediate_size,
@@ -79,7 +84,7 @@ class DrafterConfig:
             head_dim=target.head_dim,
             rms_norm_eps=target.rms_norm_eps,
             rope_theta=target.rope_theta,
-            rope_scaling=target.rope_scaling,
+            rope_scaling=None if scaling and scaling["rope_type"] in LENGTH_DEPENDENT_ROPES else scaling,
             max_position_embeddings=target.max_position_embeddings,
             vocab_size=target.vocab_size,
             draft_vocab_size=min(draft_vocab_size, target.vocab_size),

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eyas import fs
-from eyas.drafter.eagle3 import NORM_SWITCHES, DrafterConfig
+from eyas.drafter.eagle3 import LENGTH_DEPENDENT_ROPES, NORM_SWITCHES, DrafterConfig
 from eyas.drafter.layer_ids import sglang_captures
 from eyas.errors import ExportError, TrainError
 from eyas.tap.releases import SGLANG
@@ -114,6 +114,11 @@ def _flat(keys: dict[str, Any], target: Target) -> tuple[DrafterConfig, list[str
     theta = rope.pop("rope_theta", None) or keys.get("rope_theta") or 10000.0
     heads, eagle = keys["num_attention_heads"], keys.get("eagle_config") or {}
     ids, notes = _layer_ids(keys, target)
+    scaling = named_rope(rope)
+    if scaling and scaling["rope_type"] in LENGTH_DEPENDENT_ROPES:
+        notes.append(
+            f"its rope, {scaling['rope_type']}, turns by a text's length, which engines count otherwise than here"
+        )
     config = DrafterConfig(
         hidden_size=keys["hidden_size"],
         intermediate_size=keys["intermediate_size"],
@@ -122,7 +127,7 @@ def _flat(keys: dict[str, Any], target: Target) -> tuple[DrafterConfig, list[str
         head_dim=keys.get("head_dim") or keys["hidden_size"] // heads,
         rms_norm_eps=float(keys.get("rms_norm_eps", 1e-6)),
         rope_theta=float(theta),
-        rope_scaling=named_rope(rope),
+        rope_scaling=scaling,
         max_position_embeddings=keys.get("max_position_embeddings", 2048),
         vocab_size=keys["vocab_size"],
         draft_vocab_size=keys.get("draft_vocab_size") or keys["vocab_size"],

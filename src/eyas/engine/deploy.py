@@ -5,6 +5,7 @@ import json
 import os
 import pwd
 import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,23 +30,36 @@ class Deployment:
     """One engine's serving command in three forms.
 
     Attributes:
-        engine: its title and release.
+        kind, release: the engine.
         script: for a shell.
         unit: for systemd.
         dockerfile: for `docker build` in the folder that holds the drafter's folder `drafter/`.
     """
 
     kind: Kind
-    engine: str
+    release: str
     script: str
     unit: str
     dockerfile: str
     drafter: Path
 
     @property
+    def engine(self) -> str:
+        """Its title and release."""
+        return f"{KINDS[self.kind].title} {self.release}"
+
+    @property
     def files(self) -> dict[str, str]:
         """Name -> content."""
         return {"serve.sh": self.script, "eyas-drafter.service": self.unit, "Dockerfile": self.dockerfile}
+
+    def write(self, folder: Path) -> None:
+        """The files, and a copy of the drafter as `drafter/`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (folder / name).write_text(content, encoding="utf-8")
+        (folder / "serve.sh").chmod(0o755)
+        shutil.copytree(self.drafter, folder / "drafter", dirs_exist_ok=True)
 
 
 def deployment(run: Run, kind: Kind) -> Deployment:
@@ -65,7 +79,7 @@ def deployment(run: Run, kind: Kind) -> Deployment:
     )
     return Deployment(
         kind,
-        title,
+        version,
         _script(words, launch.env, title),
         _unit(words, launch.env, f"{run.recipe.name}: {target.path.name} with its EAGLE-3 drafter, {title}"),
         _dockerfile(inside, version, port, target, run),

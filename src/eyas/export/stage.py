@@ -12,7 +12,7 @@ from eyas.drafter.eagle3 import DrafterConfig
 from eyas.drafter.published import read_published
 from eyas.drafter.saved import newest, read_shape, read_weights
 from eyas.drafter.target import load_target_head
-from eyas.engine.drafting import serving_kind, serving_run
+from eyas.engine.drafting import Kind, serving_kind, serving_run
 from eyas.engine.find import find_engine
 from eyas.engine.kinds import KINDS
 from eyas.errors import CorruptStore, ExportError, StoreError, TrainError, VerificationFailed
@@ -106,17 +106,20 @@ def check(run: Run) -> None:
         )
 
 
-def check_served(run: Run) -> None:
-    """Check the finished `export/` as the engine of [serving] reads it, in the release that its interpreter holds.
+def check_served(run: Run, kind: Kind | None = None, release: str = "") -> None:
+    """Check the finished `export/` as an engine reads it.
 
     A folder that `serving.drafter` names is somebody else's: there is nothing to compare it with.
 
+    Args:
+        kind, release: the engine; without them that of [serving], in the release that its interpreter holds.
     Raises: VerificationFailed, naming each mismatch; EngineError where the interpreter doesn't hold the engine.
     """
     if run.recipe.serving.drafter:
         return
-    kind = serving_kind(run)
-    release = find_engine(serving_run(run, None)).engines[kind]
+    if kind is None:
+        kind = serving_kind(run)
+        release = find_engine(serving_run(run, None)).engines[kind]
     target = load_target(run.recipe.target)
     drafter = _trained_shape(run, target)
     faults = check_folder(
