@@ -118,7 +118,10 @@ def test_nan_in_the_padding_costs_no_sample(tiny_target: Path, tmp_path: Path) -
         torch.testing.assert_close(states[1][sample_id].float(), expected.float(), rtol=1 / 100, atol=1e-4)
 
 
-def test_a_second_run_skips_and_a_changed_input_is_refused(tiny_target: Path, tmp_path: Path) -> None:
+def test_a_second_run_skips_and_a_changed_input_is_refused(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     run = make_run(tmp_path, tiny_target, random_samples(LENGTHS))
     first = run_stage(run, "capture")
     assert run_stage(run, "capture").finished == first.finished
@@ -128,6 +131,24 @@ def test_a_second_run_skips_and_a_changed_input_is_refused(tiny_target: Path, tm
     with pytest.raises(ManifestMismatch, match=r"engine\.dtype is 'float32' in the store"):
         execute(other)
     assert run_stage(other, "capture", redo=True).output != first.output
+
+
+def test_a_store_says_in_which_number_type_the_target_ran(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU that is slow in bfloat16 the states of that recipe are those of float32."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    samples, stored = random_samples(LENGTHS), []
+    for dtype in ("float32", "bfloat16"):
+        folder = tmp_path / dtype
+        folder.mkdir()
+        make_run(folder, tiny_target, samples)
+        run = open_run(folder / "recipe.toml", [f"engine.dtype={dtype}"])
+        execute(run)
+        assert StoreReader(run.store_url).manifest.engine.dtype == "float32"
+        stored.append(written(run))
+    assert "float32 on cpu, in the place of bfloat16, in which this CPU is slow" in capsys.readouterr().err
+    assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
 
 
 def test_an_upgraded_engine_goes_on_with_the_store(

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,11 +98,23 @@ def test_id_0_is_the_embeddings(target: Target) -> None:
     assert torch.equal(next(engine.states(ids, masks)).aux_hidden_states[:, 0], embedded)
 
 
-def test_states_have_the_dtype_of_the_recipe_and_carry_no_graph(tiny_target: Path) -> None:
+@pytest.mark.parametrize(
+    ("capability", "asked", "dtype"),
+    [
+        ("AVX512", "bfloat16", torch.bfloat16),
+        ("AVX2", "bfloat16", torch.float32),  # on such a CPU bfloat16 takes eight times as long
+        ("AVX2", "float16", torch.float16),
+        ("AVX512", "float32", torch.float32),
+    ],
+)
+def test_states_have_the_dtype_of_the_recipe_and_carry_no_graph(
+    capability: str, asked: Any, dtype: torch.dtype, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     ids, masks = batch_of((4, 6))
     target = load_target(TargetTable(path=str(tiny_target)))
-    for sample in LocalEngine(target, Engine(dtype="bfloat16", device="cpu"), [2, 4, 5]).states(ids, masks):
-        assert sample.aux_hidden_states.dtype == sample.final_hidden_states.dtype == torch.bfloat16
+    for sample in LocalEngine(target, Engine(dtype=asked, device="cpu"), [2, 4, 5]).states(ids, masks):
+        assert sample.aux_hidden_states.dtype == sample.final_hidden_states.dtype == dtype
         assert not sample.aux_hidden_states.requires_grad
 
 

@@ -183,7 +183,10 @@ class Engine(Table):
         description="What runs the target: `local` is Transformers in process; `sglang` (0.5.11 to 0.5.23) and `vllm` "
         "(0.27.0 to 0.33.0) are a stock server in its own environment, started, watched and stopped by Eyas.",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Number type the target runs in.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16",
+        description="Number type the target runs in; `local` on a CPU without AVX-512 takes float32 for bfloat16.",
+    )
     device: str = Field(
         "auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`... A server takes `cpu` or `cuda`."
     )

@@ -11,7 +11,7 @@ from typing import Any
 from eyas.capture.plan import batches
 from eyas.capture.server import Captured, capture_from_server, server_version, state_flags
 from eyas.data.tokens import Sample, Tokens
-from eyas.engine.local import LocalEngine
+from eyas.engine.local import LocalEngine, number_type
 from eyas.errors import DataError, EngineError, Interrupted
 from eyas.progress import Progress, say, size
 from eyas.record import Inputs
@@ -102,7 +102,7 @@ def _manifest(run: Run, target: Target, tokens: Tokens) -> Manifest:
         final_encoding=recipe.store.final_encoding,
         engine=EngineInfo(
             kind=recipe.engine.kind,
-            dtype=recipe.engine.dtype,
+            dtype=number_type(recipe.engine) if recipe.engine.kind == "local" else recipe.engine.dtype,
             version=_version(run),
         ),
         shard_bytes=recipe.store.shard_bytes,
@@ -135,7 +135,9 @@ def _capture_here(run: Run, target: Target, tokens: Tokens, writer: StoreWriter,
     plan = writer.plan
     total, left = int(plan.tokens.sum()), int(plan.tokens[writer.pending_rows()].sum())
     engine = LocalEngine(target, run.recipe.engine, writer.manifest.aux_layer_ids)
-    say(f"capture: {left:,} of {total:,} tokens to do, {run.recipe.engine.dtype} on {engine.device}")
+    dtype, asked = writer.manifest.engine.dtype, run.recipe.engine.dtype
+    instead = f", in the place of {asked}, in which this CPU is slow" if dtype != asked else ""
+    say(f"capture: {left:,} of {total:,} tokens to do, {dtype} on {engine.device}{instead}")
     with Progress("capture", total, "tokens", run.logs_dir, done=total - left) as progress:
         for batch in (
             batch for ids in writer.pending() for batch in batches(tokens.fetch(ids), run.recipe.capture.batch_tokens)

@@ -26,11 +26,14 @@ from eyas.target import Target
 
 # What a plain checkpoint holds (I64 and BOOL: old buffers). Everything else is a quantised or packed form.
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "BOOL")
+# torch's names for CPUs on which matrix products in bfloat16 are slow: 16 GFLOP/s on two AVX2 cores where float32 makes
+# 134 (torch 2.13), and the demo's capture 60 and 500 tokens/s.
+_SLOW_IN_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 
 
 @dataclass(frozen=True)
 class States:
-    """Hidden states of one sample, on the engine's device, in its dtype.
+    """Hidden states of one sample, on the engine's device, in the number type that it runs in.
 
     Attributes:
         aux_hidden_states: [T, 3, H], the residual stream entering each aux layer, in rising order of ids.
@@ -46,7 +49,7 @@ class LocalEngine:
 
     Args:
         target: its folder and shape.
-        table: dtype and device.
+        table: dtype (see `number_type`) and device.
         aux_layer_ids: three rising ids; i = residual stream after i decoder layers.
     Raises: TargetError where the weights are cut, missing or quantised; EngineError where the device is absent or
         the model's layout is unknown.
@@ -57,7 +60,8 @@ class LocalEngine:
         self.device = find_device(table.device, "engine.device")
         self.vocab_size = target.vocab_size
         self.aux_layer_ids = tuple(aux_layer_ids)
-        self.decoder = find_decoder(load_model(target, getattr(torch, table.dtype)).to(self.device), target)
+        model = load_model(target, getattr(torch, number_type(table)))
+        self.decoder = find_decoder(model.to(self.device), target)
 
     def states(
         self, token_ids: Sequence[NDArray[np.int32]], loss_masks: Sequence[NDArray[np.bool_]]
@@ -118,6 +122,16 @@ def entering(layers: nn.ModuleList, layer_ids: Sequence[int]) -> Iterator[dict[i
             handle = layers[layer_id].register_forward_pre_hook(keeper(layer_id), with_kwargs=True)
             stack.callback(handle.remove)
         yield entered
+
+
+def number_type(table: EngineTable) -> str:
+    """What the target runs in: engine.dtype, but the more exact float32 for bfloat16 on a CPU that is slow in that.
+
+    Raises: as `find_device`.
+    """
+    on_cpu = find_device(table.device, "engine.device").type == "cpu"
+    slow = on_cpu and torch.backends.cpu.get_cpu_capability() in _SLOW_IN_BFLOAT16
+    return "float32" if slow and table.dtype == "bfloat16" else table.dtype
 
 
 def find_device(name: str, key: str) -> torch.device:
