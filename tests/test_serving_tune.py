@@ -48,6 +48,7 @@ class Pretended:
     Attributes:
         rates: text of a configuration -> tokens/s; others have 100.
         broken: texts of configurations whose server can't be started.
+        fail: text -> how many passes it makes before one fails.
         starts: how often each was started.
         asked: names of the servers asked, in order.
         stop_after: passes until a signal comes.
@@ -62,6 +63,7 @@ class Pretended:
         self.asked: list[str] = []
         self.random = np.random.default_rng(seed)
         self.now = self.start_s = self.pass_s = 0.0
+        self.fail: dict[str, int] = {}
         self.guard = Lock()
 
     def text(self, run: Run) -> str:
@@ -69,16 +71,18 @@ class Pretended:
 
     def start(self, run: Run) -> Any:
         text = self.text(run)
-        if text in self.broken:
-            raise EngineError(f"{text} ended by itself")
         with self.guard:  # some start at the same time
             self.starts[text] += 1
             self.now += self.start_s
+        if text in self.broken:
+            raise EngineError(f"{text} ended by itself")
         return Living(text)
 
     def figures(self, text: str) -> dict[str, Any]:
-        self.asked.append(text)
         self.now += self.pass_s
+        if text in self.fail and self.asked.count(text) >= self.fail[text]:
+            raise EngineError(f"http://127.0.0.1: {text} gave no answer")
+        self.asked.append(text)
         if self.stop_after and len(self.asked) > self.stop_after:
             raise Interrupted(2, "stopped", next="again")
         drift = 1 - 0.1 * len(self.asked) / 100  # a machine that gets slower all the time
@@ -225,8 +229,53 @@ def test_what_cannot_be_served_is_left_out_with_its_reason(go: Any, tmp_path: Pa
     tuned = go(world, choices(tmp_path, DRAFTS))
     assert tuned.best.configuration.text == "drafts 5"
     assert {"settings": "drafts 4", "fault": "drafts 4 ended by itself"} in tuned.evidence["configurations"]
-    with pytest.raises(EngineError, match="drafts 3: it can't be served"):
-        go(Pretended({}, broken=("drafts 3",)), choices(tmp_path, DRAFTS.replace("drafts = 7", "drafts = 8")))
+    other = choices(tmp_path, DRAFTS.replace("drafts = 7", "drafts = 8"))
+    with pytest.raises(EngineError, match="drafts 3: it can't be served: drafts 3 ended by itself"):
+        go(Pretended({"drafts 5": 130.0}, broken=("drafts 3",)), other)
+    assert go(Pretended({"drafts 5": 130.0}), other).best.configuration.text == "drafts 5", "the next call tries again"
+
+
+def test_what_fails_in_a_pass_is_left_out_for_good(go: Any, tmp_path: Path) -> None:
+    """Out of memory in its answers, say: another call must not meet it again."""
+    world = Pretended({"drafts 5": 130.0, "drafts 4": 150.0})
+    world.fail = {"drafts 4": 0}
+    tuned = go(world, choices(tmp_path, DRAFTS))
+    assert tuned.best.configuration.text == "drafts 5"
+    fault = {"settings": "drafts 4", "fault": "http://127.0.0.1: drafts 4 gave no answer"}
+    assert fault in tuned.evidence["configurations"]
+    again = Pretended({})
+    assert go(again, choices(tmp_path, DRAFTS)).evidence["configurations"] == tuned.evidence["configurations"]
+    assert not again.asked and not again.starts
+
+
+def test_a_failing_pass_of_the_first_ends_the_call_and_the_next_tries_again(go: Any, tmp_path: Path) -> None:
+    world = Pretended({"drafts 5": 130.0})
+    world.fail = {"drafts 3": 1}
+    with pytest.raises(EngineError, match="drafts 3: it can't be served: .* gave no answer") as error:
+        go(world, choices(tmp_path, DRAFTS))
+    assert "eyas tune" in error.value.next and "--redo" not in error.value.next
+    assert go(Pretended({"drafts 5": 130.0}), choices(tmp_path, DRAFTS)).best.configuration.text == "drafts 5"
+
+
+def test_starts_that_fail_take_their_time_too(go: Any, tmp_path: Path) -> None:
+    """Each start takes 10 minutes, of 25: two that fail, and the first one's, without which nothing can be told."""
+    world = Pretended({}, broken=("drafts 2", "drafts 4", "drafts 5", "drafts 6", "drafts 7"))
+    tuned = go(world, choices(tmp_path, DRAFTS), minutes=25, start_s=600, pass_s=60)
+    assert sum(world.starts.values()) == 3 and tuned.evidence["minutes"] == pytest.approx(31)
+    again = Pretended({})
+    assert go(again, choices(tmp_path, DRAFTS), minutes=25).evidence["minutes"] == pytest.approx(31)
+    assert not again.asked, "no more is begun by another call either"
+
+
+def test_a_fault_of_a_later_round_leaves_earlier_ones_as_they_were(go: Any, tmp_path: Path) -> None:
+    world = Pretended({"drafts 5": 130.0, "drafts 4": 120.0})
+    world.fail = {"drafts 5": 3}  # two repeats a round: in its second
+    tuned = go(world, choices(tmp_path, DRAFTS), pass_s=60)
+    assert tuned.best.configuration.text == "drafts 4"
+    again = Pretended({})
+    resumed = go(again, choices(tmp_path, DRAFTS))
+    assert not again.asked and resumed.evidence["minutes"] == tuned.evidence["minutes"]
+    assert resumed.evidence["configurations"] == tuned.evidence["configurations"]
 
 
 def test_single_changes_are_put_together(go: Any, tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """The first signal is noted, the second ends the process, and handlers come back."""
 
 import os
+import pty
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +30,40 @@ def test_first_signal_is_noted_and_the_second_acts(capsys: pytest.CaptureFixture
         os.kill(os.getpid(), signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert "SIGTERM: finishing this step, then stopping" in capsys.readouterr().err
+
+
+CLOSED = """
+import sys, time
+from pathlib import Path
+from eyas.progress import say
+from eyas.signals import stop_on_signals
+with stop_on_signals("this step") as stop:
+    say("begun")
+    deadline = time.monotonic() + 30
+    while stop.signum is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    say("finishing"), print("finishing", flush=True)
+    Path(sys.argv[1]).write_text(str(stop.signum))
+"""
+
+
+def test_work_is_finished_when_the_terminal_is_closed(tmp_path: Path) -> None:
+    """A real terminal: after it is gone, whatever is written to it is an error."""
+    file = tmp_path / "finished"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", CLOSED, str(file)])
+    assert b"begun" in os.read(terminal, 1000)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert file.read_text() == str(int(signal.SIGHUP))
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a process
+    try:
+        with stop_on_signals("this step") as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signum is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -7,7 +7,6 @@ import torch
 from helpers_train import capture_run, copy_of, losses, weights
 
 from eyas.drafter.target import load_target_head
-from eyas.errors import TrainError
 from eyas.stages import run_stage
 from eyas.target import load_target
 from eyas.train import trainer as trainer_module
@@ -104,10 +103,3 @@ def test_a_frozen_head_is_the_targets_rows(captured: Path, tmp_path: Path) -> No
     head = load_target_head(load_target(run.recipe.target), torch.float32, torch.device("cpu"))
     assert torch.equal(trained["lm_head.weight"], head.lm_head[trained["t2d"]])
     assert record.counts["lm_head"] == "frozen, the target's rows"
-
-
-def test_a_torch_without_muon_is_refused(captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(TrainError, match="has none") as error:
-        run_stage(copy_of(captured, tmp_path, "train.optimizer=muon"), "train")
-    assert "train.optimizer=adamw" in error.value.next

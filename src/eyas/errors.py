@@ -13,7 +13,7 @@
       VerificationFailed         3  `verify` found something
       TrainError                 1
       ExportError                1
-      Interrupted                130 or 143, after saving
+      Interrupted                129, 130 or 143, after saving
 
 An error says what was seen, what was expected and from where, the likely cause, and the next command.
 Tracebacks are for bugs only: anything that is not an EyasError is one.
@@ -98,7 +98,7 @@ class ExportError(EyasError):
 
 
 class Interrupted(EyasError):
-    """A signal stopped the stage after its state was saved (130 SIGINT, 143 SIGTERM)."""
+    """A signal stopped the stage after its state was saved (129 SIGHUP, 130 SIGINT, 143 SIGTERM)."""
 
     def __init__(self, signum: int, seen: str, *, next: str) -> None:
         super().__init__(seen, next=next)

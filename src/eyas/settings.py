@@ -352,7 +352,8 @@ class Train(Table):
     min_lr_ratio: Fraction = Field(0.1, description="Learning rate at the end, as a share of lr.")
     clip: float = Field(0.5, gt=0, description="Largest norm of the gradient.")
     precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="Number type of matrix products; masters and optimizer are fp32."
+        "bf16",
+        description="Number type of matrix products; masters and optimizer are fp32. A CPU without AVX-512 takes fp32.",
     )
     compile: bool = Field(
         False,

@@ -1,5 +1,6 @@
-"""Stopping in good order: the first SIGINT or SIGTERM is noted, a second one ends the process at once."""
+"""Stopping in good order: the first SIGINT, SIGTERM or SIGHUP is noted, a second one ends the process at once."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ class Stop:
 
 @contextmanager
 def stop_on_signals(finishing: str, *, forwarded: bool = False) -> Iterator[Stop]:
-    """Within the block SIGINT and SIGTERM set `Stop.signum` instead of ending the process. Main thread only.
+    """Within the block SIGINT, SIGTERM and SIGHUP, a terminal that is closed, set `Stop.signum` instead of ending the
+    process. Main thread only. One that the process was started to ignore (nohup) stays ignored.
 
     Args:
         finishing: what is finished before the process ends ("this batch"), for the message.
@@ -30,10 +32,15 @@ def stop_on_signals(finishing: str, *, forwarded: bool = False) -> Iterator[Stop
             of the process where it stops.
     """
     stop = Stop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def note(signum: int, frame: FrameType | None) -> None:
         stop.signum = signum
+        if signum == signal.SIGHUP:
+            _hang_up(terminals)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if forwarded else handler)
         again = "" if forwarded else "; once more to stop at once"
@@ -46,3 +53,11 @@ def stop_on_signals(finishing: str, *, forwarded: bool = False) -> Iterator[Stop
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if forwarded and stop.signum is not None else handler)
+
+
+def _hang_up(terminals: list[int]) -> None:
+    """What is said from now on goes nowhere: writing to a terminal that is gone is an error."""
+    for descriptor in terminals:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)

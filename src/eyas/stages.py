@@ -68,7 +68,7 @@ def run_stage(run: Run, name: str, *, redo: bool = False) -> Record:
         done = None if redo else _done_already(run, name, inputs)
         if done is not None:
             return done
-        with _alone(run):
+        with alone(run):
             if redo:
                 _discard(run, name, stage)
             elif (done := _done_already(run, name, inputs)) is not None:  # since, by another process
@@ -87,8 +87,9 @@ def _execute(run: Run, name: str, stage: Stage, inputs: Inputs) -> Record:
 
 
 @contextmanager
-def _alone(run: Run) -> Iterator[None]:
-    """No other process does a stage of this run meanwhile: two would take each other's half-made files for their own.
+def alone(run: Run) -> Iterator[None]:
+    """No other process does a stage of this run meanwhile: two would take each other's half-made files for their own,
+    and each other's servers.
 
     The kernel lets go of the lock at the end of the process, however it ends.
     Raises: Busy.

@@ -11,7 +11,7 @@ from typing import Any
 from eyas.capture.plan import batches
 from eyas.capture.server import Captured, capture_from_server, server_version, state_flags
 from eyas.data.tokens import Sample, Tokens
-from eyas.engine.local import LocalEngine, number_type
+from eyas.engine.local import LocalEngine, local_dtype
 from eyas.errors import DataError, EngineError, Interrupted
 from eyas.progress import Progress, say, size
 from eyas.record import Inputs
@@ -102,11 +102,17 @@ def _manifest(run: Run, target: Target, tokens: Tokens) -> Manifest:
         final_encoding=recipe.store.final_encoding,
         engine=EngineInfo(
             kind=recipe.engine.kind,
-            dtype=number_type(recipe.engine) if recipe.engine.kind == "local" else recipe.engine.dtype,
+            dtype=_dtype(run),
             version=_version(run),
         ),
         shard_bytes=recipe.store.shard_bytes,
     )
+
+
+def _dtype(run: Run) -> str:
+    """Name of the number type that the target runs in."""
+    engine = run.recipe.engine
+    return str(local_dtype(engine)).removeprefix("torch.") if engine.kind == "local" else engine.dtype
 
 
 def _version(run: Run) -> str:

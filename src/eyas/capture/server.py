@@ -11,6 +11,7 @@ import numpy as np
 from eyas.capture.filing import Filing
 from eyas.capture.spot import SpotChecks
 from eyas.capture.worker import Worker
+from eyas.cpu import torch_threads
 from eyas.data.tokens import Sample, Tokens
 from eyas.engine.client import EngineClient, ServerFacts, Transient
 from eyas.engine.preflight import Facts
@@ -25,7 +26,6 @@ from eyas.store.writer import StoreWriter
 from eyas.tap.block import row_bytes
 from eyas.tap.reader import RingReader
 from eyas.target import Target
-from eyas.threads import torch_threads
 
 # Fewer tokens say little: their log-probabilities are checked only where a shard has nothing longer.
 _SPOT_TOKENS = 16

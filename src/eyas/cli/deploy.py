@@ -20,7 +20,7 @@ def deploy(
 ) -> None:
     """Print the command that serves the drafter, for SGLang and vLLM, with a systemd unit and a Dockerfile."""
     from eyas.engine.deploy import Deployment, deployment
-    from eyas.errors import RecipeError, VerificationFailed
+    from eyas.errors import EngineError, EyasError, RecipeError, VerificationFailed
     from eyas.export.stage import check_served
     from eyas.progress import say
 
@@ -29,20 +29,23 @@ def deploy(
     run = read_run(recipe, set_, limit)
     kinds: list[Literal["sglang", "vllm"]] = ["sglang", "vllm"]
     fit: list[Deployment] = []
-    unfit: list[VerificationFailed] = []
-    for made in [deployment(run, kind) for kind in kinds if engine in ("", kind)]:
+    unfit: dict[str, EyasError] = {}
+    for kind in [kind for kind in kinds if engine in ("", kind)]:
         try:
+            made = deployment(run, kind)
             check_served(run, made.kind, made.release)
             fit.append(made)
-        except VerificationFailed as error:
-            unfit.append(error)
+        except (EngineError, RecipeError, VerificationFailed) as error:  # one engine's: the other may serve it
+            unfit[kind] = error
     if not fit:
-        raise unfit[0]
-    for refused in unfit:
+        raise next(iter(unfit.values()))
+    for name, refused in unfit.items():
         say(f"deploy: left out: {refused.seen}")
+        if out is not None and (out / name).exists():
+            say(f"deploy: {out / name} is an earlier call's")
     for made in fit:
-        for name, content in made.files.items():
-            print(f"# ---- {made.engine}: {name}\n{content}")
+        for file, content in made.files.items():
+            print(f"# ---- {made.engine}: {file}\n{content}")
         if out is not None:
             made.write(out / made.kind)
             print(f"# wrote {out / made.kind}")

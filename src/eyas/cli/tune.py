@@ -27,19 +27,21 @@ def tune(
     """Find drafter and engine settings by measuring, and write the best as the run's profile (tuned-ENGINE.toml)."""
     from eyas.engine.choices import load_choices
     from eyas.engine.drafting import serving_kind
+    from eyas.engine.server import end_left
     from eyas.evaluate.tune import tune as find_best
     from eyas.evaluate.tuned import lines
     from eyas.export.stage import check_served
     from eyas.report.page import write_report
     from eyas.signals import stop_on_signals
-    from eyas.stages import noting_errors, remove_tree
+    from eyas.stages import alone, noting_errors, remove_tree
 
     run = read_run(recipe, [*(set_ or []), *([f"serving.kind={engine}"] if engine else [])], limit)
-    if redo:
-        remove_tree(run.dir / "tune")
     named = load_choices(choices or serving_kind(run))
     check_served(run)
-    with noting_errors(run, "tune"), stop_on_signals("this pass") as stop:
+    with noting_errors(run, "tune"), alone(run), stop_on_signals("this pass") as stop:
+        if redo:
+            end_left(run, "tune")
+            remove_tree(run.dir / "tune")
         tuned = find_best(run, named, minutes=minutes, streams=streams, most=most, stop=stop)
     print("\n".join(lines(tuned)))
     print(f"wrote {tuned.path}; `eyas serve start --with-drafter` and `eyas deploy` use it")

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from eyas import fs
 from eyas.engine.drafting import Drafting, Kind, find_drafting, serving_kind, serving_run
 from eyas.engine.find import find_engine
 from eyas.engine.kinds import KINDS
@@ -54,12 +55,15 @@ class Deployment:
         return {"serve.sh": self.script, "eyas-drafter.service": self.unit, "Dockerfile": self.dockerfile}
 
     def write(self, folder: Path) -> None:
-        """The files, and a copy of the drafter as `drafter/`."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """The files, and a copy of the drafter as `drafter/`, in the place of an earlier one."""
+        partial = folder / f"{fs.PARTIAL_PREFIX}drafter"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(self.drafter, partial)  # makes `folder` too
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8")
         (folder / "serve.sh").chmod(0o755)
-        shutil.copytree(self.drafter, folder / "drafter", dirs_exist_ok=True)
+        shutil.rmtree(folder / "drafter", ignore_errors=True)
+        partial.rename(folder / "drafter")
 
 
 def deployment(run: Run, kind: Kind) -> Deployment:
@@ -173,6 +177,11 @@ def _systemd(word: str, dollar: bool = True) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def _docker(value: str) -> str:
+    """A value as ENV reads it back: between quotes $ names a variable."""
+    return json.dumps(value, ensure_ascii=False).replace("$", "\\$")
+
+
 def _dockerfile(launch: Launch, version: str, port: int, target: Target, run: Run) -> str:
     words = ["python3", *launch.command(port)[1:]]
     at = words.index("--host") + 1
@@ -187,7 +196,7 @@ def _dockerfile(launch: Launch, version: str, port: int, target: Target, run: Ru
             f"FROM {_IMAGES[launch.kind.name].format(version.partition('+')[0])}",
             f"COPY drafter/ {_DRAFTER}/",
             *told,
-            *(f"ENV {key}={json.dumps(value)}" for key, value in env.items()),
+            *(f"ENV {key}={_docker(value)}" for key, value in env.items()),
             f"EXPOSE {port}",
             f"ENTRYPOINT {json.dumps(words)}",
             "",

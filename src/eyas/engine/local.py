@@ -20,15 +20,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from eyas import checkpoint
+from eyas.cpu import number_type
 from eyas.errors import EngineError, TargetError
 from eyas.settings import Engine as EngineTable
 from eyas.target import Target
 
 # What a plain checkpoint holds (I64 and BOOL: old buffers). Everything else is a quantised or packed form.
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "BOOL")
-# torch's names for CPUs on which matrix products in bfloat16 are slow: 16 GFLOP/s on two AVX2 cores where float32 makes
-# 134 (torch 2.13), and the demo's capture 60 and 500 tokens/s.
-_SLOW_IN_BFLOAT16 = ("DEFAULT", "NO AVX", "AVX2")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class LocalEngine:
 
     Args:
         target: its folder and shape.
-        table: dtype (see `number_type`) and device.
+        table: dtype (see `local_dtype`) and device.
         aux_layer_ids: three rising ids; i = residual stream after i decoder layers.
     Raises: TargetError where the weights are cut, missing or quantised; EngineError where the device is absent or
         the model's layout is unknown.
@@ -60,7 +58,7 @@ class LocalEngine:
         self.device = find_device(table.device, "engine.device")
         self.vocab_size = target.vocab_size
         self.aux_layer_ids = tuple(aux_layer_ids)
-        model = load_model(target, getattr(torch, number_type(table)))
+        model = load_model(target, local_dtype(table))
         self.decoder = find_decoder(model.to(self.device), target)
 
     def states(
@@ -124,14 +122,12 @@ def entering(layers: nn.ModuleList, layer_ids: Sequence[int]) -> Iterator[dict[i
         yield entered
 
 
-def number_type(table: EngineTable) -> str:
-    """What the target runs in: engine.dtype, but the more exact float32 for bfloat16 on a CPU that is slow in that.
+def local_dtype(table: EngineTable) -> torch.dtype:
+    """What the target runs in: engine.dtype, but float32 for bfloat16 on a CPU that is slow in it.
 
     Raises: as `find_device`.
     """
-    on_cpu = find_device(table.device, "engine.device").type == "cpu"
-    slow = on_cpu and torch.backends.cpu.get_cpu_capability() in _SLOW_IN_BFLOAT16
-    return "float32" if slow and table.dtype == "bfloat16" else table.dtype
+    return number_type(getattr(torch, table.dtype), find_device(table.device, "engine.device"))
 
 
 def find_device(name: str, key: str) -> torch.device:

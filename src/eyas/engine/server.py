@@ -5,6 +5,7 @@ that a kill of Eyas at any moment leaves nothing that the next command doesn't f
 """
 
 import contextlib
+import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from eyas.engine.preflight import Facts, preflight
 from eyas.engine.profile import load_profile
 from eyas.engine.readiness import Layer, Watched, climb, fire
 from eyas.engine.selftest import self_test
-from eyas.engine.state import ServerState, load_state, locked, running, save_state
+from eyas.engine.state import STATE_FILE, ServerState, load_state, locked, running, save_state, stop_command
 from eyas.engine.status import diagnosis
 from eyas.errors import EngineError, Interrupted, RecipeError
 from eyas.progress import say
@@ -26,6 +27,10 @@ from eyas.run import Run
 from eyas.signals import Stop
 
 _STOP_PATIENCE_S = 30.0
+
+
+class OtherSettings(EngineError):
+    """A server of the run lives, with other settings than the recipe's."""
 
 
 def start_server(run: Run, *, stop: Stop | None = None) -> ServerState:
@@ -104,6 +109,17 @@ def stop_server(run: Run) -> list[str]:
         return _end(run, state)
 
 
+def end_left(run: Run, folder: str) -> None:
+    """End what a killed call left of the servers that a stage measures: their states lie below `folder`, in the run's
+    folder. One whose state lies in `folder` itself, which `eyas serve start` started, lives on."""
+    for path in sorted((run.dir / folder).glob(f"*/**/{STATE_FILE}")):
+        one = dataclasses.replace(run, engine_folder=str(path.parent.relative_to(run.dir)))
+        state = load_state(one)
+        if state is not None and (not state.stopped or state.members()):
+            for line in stop_server(one):
+                say(f"serve: left in {one.engine_folder}: {line}")
+
+
 def _clear_dead(run: Run) -> None:
     """Remove what the run's last server left, if it ended otherwise than by `stop_server`."""
     state = load_state(run)
@@ -144,7 +160,7 @@ def _end(run: Run, state: ServerState) -> list[str]:
 def _living(run: Run, facts: Facts) -> ServerState | None:
     """The living server, where its settings are the recipe's.
 
-    Raises: EngineError naming the first setting that differs.
+    Raises: OtherSettings, naming the first one that differs.
     """
     state = running(run)
     if state is None:
@@ -155,11 +171,11 @@ def _living(run: Run, facts: Facts) -> ServerState | None:
         if theirs != ours:
             if isinstance(theirs, list) and isinstance(ours, list):
                 theirs, ours = [one for one in theirs if one not in ours], [one for one in ours if one not in theirs]
-            raise EngineError(
+            raise OtherSettings(
                 f"a server of this run lives (pid {state.pid}) with {key} {theirs!r}",
                 expected=f"{ours!r}, by the recipe",
                 cause="the recipe changed after the server was started",
-                next=f"{run.command('serve stop')}   # then start again",
+                next=f"{stop_command(state.mark) or f'kill {state.pid}'}   # then start again",
             )
     return state
 

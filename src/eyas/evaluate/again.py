@@ -17,7 +17,9 @@ from eyas.drafter.saved import load_drafter
 from eyas.drafter.start import read_start
 from eyas.drafter.target import TargetHead, load_target_head
 from eyas.drafter.walk import Acceptance, replay
+from eyas.engine.drafting import SERVING
 from eyas.engine.local import find_device
+from eyas.engine.server import end_left
 from eyas.errors import RecipeError
 from eyas.record import Record, load_record, save_record
 from eyas.run import Run
@@ -26,6 +28,7 @@ from eyas.stages import remove_tree, run_stage
 from eyas.store.reader import StoredSample, StoreReader
 from eyas.target import Target, load_target
 
+REPLAY = "replay"  # and what begins with it: folders of capture_again
 _PACK_TOKENS = 4096
 
 
@@ -82,13 +85,17 @@ def load_reference(run: Run, target: Target) -> Reference:
 def capture_again(
     run: Run, exchanges: Sequence[Exchange], aux_layer_ids: Sequence[int], dtype: str, name: str
 ) -> list[StoredSample]:
-    """States of the engine's answers, by the capture stage of a run of its own: serving/NAME."""
+    """States of the engine's answers, by the capture stage of a run of its own: serving/NAME.
+
+    Args:
+        name: begins with REPLAY.
+    """
     recipe = run.recipe
     again = dataclasses.replace(
         run,
         recipe=recipe.model_copy(
             update={
-                "runs_dir": str(run.dir / "serving"),
+                "runs_dir": str(run.dir / SERVING),
                 "name": name,
                 # A recipe without sources, whose store was imported, would have nothing to capture.
                 "data": recipe.data.model_copy(update={"limit": 0, "sources": [Source(path="answers")]}),
@@ -99,6 +106,7 @@ def capture_again(
             }
         ),
     )
+    end_left(run, f"{SERVING}/{name}")
     remove_tree(again.dir)
     target = load_target(recipe.target)
     # Token ids as the engine wrote them: no template made them.

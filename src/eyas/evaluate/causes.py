@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.drafter.eagle3 import Drafter
 from eyas.engine.drafting import Drafting
-from eyas.evaluate.again import Exchange, Reference, added, capture_again, walk_all
+from eyas.evaluate.again import REPLAY, Exchange, Reference, added, capture_again, walk_all
 from eyas.run import Run
 from eyas.store.reader import StoredSample
 from eyas.target import Target
@@ -45,7 +45,7 @@ def causes(
         ids = [layer + by for layer in reference.aux_layer_ids]
         if ids[0] < 0 or ids[-1] >= target.num_layers:
             return None
-        return walked(reference.drafter, chosen=capture_again(run, exchanges, ids, dtype, f"replay{by:+d}"))
+        return walked(reference.drafter, chosen=capture_again(run, exchanges, ids, dtype, f"{REPLAY}{by:+d}"))
 
     found = [
         ("layer ids: the engine captures each aux layer one too low", shifted(-1)),

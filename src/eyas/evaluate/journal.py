@@ -7,6 +7,8 @@ from typing import Any
 
 from eyas import fs
 
+JOURNAL = "journal.jsonl"
+
 
 class Journal:
     """Results by unit of work. A line is durable before `add` returns; a torn last line is dropped.

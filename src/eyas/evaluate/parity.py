@@ -13,7 +13,7 @@ import torch
 
 from eyas.drafter.walk import Acceptance
 from eyas.engine.drafting import Drafting
-from eyas.evaluate.again import Exchange, Reference, added, capture_again, load_reference, walk_all
+from eyas.evaluate.again import REPLAY, Exchange, Reference, added, capture_again, load_reference, walk_all
 from eyas.evaluate.causes import causes
 from eyas.evaluate.decode import DrafterSession, TargetSession, decode_along, decode_speculative, why_not
 from eyas.evaluate.prompts import Prompt, PromptSets
@@ -95,7 +95,7 @@ def compare(
     """
     reference = load_reference(run, target)
     drafts = drafting.drafts
-    samples = capture_again(run, exchanges, reference.aux_layer_ids, dtype, "replay")
+    samples = capture_again(run, exchanges, reference.aux_layer_ids, dtype, REPLAY)
     replayed = walk_all(reference.drafter, reference.head.embedding, samples, drafts)
     total = added(replayed, drafts)
     count = min(run.recipe.evaluate.decode_prompts, len(exchanges))

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from eyas.engine.server import start_server, stop_server
+from eyas.engine.server import OtherSettings, start_server, stop_server
 from eyas.engine.state import ServerState, running
 from eyas.errors import EngineError
 from eyas.progress import say
@@ -37,12 +37,12 @@ class Pool:
 
         Raises: EngineError where it can't be started, or has ended since.
         """
-        state = self._living.pop(name, None)
+        state = self._living.get(name)
         if state is None:
             while len(self._living) >= self._at_once:
-                self._end(next(iter(self._living)))
+                self.drop(next(iter(self._living)))
             say(f"serving: starting {name}")
-            state = start_server(self._runs[name], stop=self._stop)
+            state = self._start(name)
             self.started += 1
         elif not state.alive():
             raise EngineError(
@@ -50,8 +50,14 @@ class Pool:
                 expected="a server that lives on",
                 next=f"less {state.log}",
             )
+        self._living.pop(name, None)
         self._living[name] = state
         return state
+
+    def drop(self, name: str) -> None:
+        """End the server of this name, where there is one."""
+        if self._living.pop(name, None) is not None:
+            _tell(name, stop_server(self._runs[name]))
 
     def prepare(self, names: Sequence[str]) -> dict[str, EngineError]:
         """Start several at the same time, as many as may live together; returns the errors of those that failed."""
@@ -60,7 +66,7 @@ class Pool:
             return {}
         say(f"serving: starting {len(wanted)} servers at the same time: {', '.join(wanted)}")
         with ThreadPoolExecutor(len(wanted)) as threads:
-            futures = {name: threads.submit(start_server, self._runs[name], stop=self._stop) for name in wanted}
+            futures = {name: threads.submit(self._start, name) for name in wanted}
         errors = {name: future.exception() for name, future in futures.items()}
         self._living |= {name: future.result() for name, future in futures.items() if errors[name] is None}
         self.started += sum(error is None for error in errors.values())
@@ -87,9 +93,13 @@ class Pool:
         for name, future in told:
             _tell(name, future.result())
 
-    def _end(self, name: str) -> None:
-        del self._living[name]
-        _tell(name, stop_server(self._runs[name]))
+    def _start(self, name: str) -> ServerState:
+        """A server that a killed call left is used where its settings are the same, and ended where they are not."""
+        try:
+            return start_server(self._runs[name], stop=self._stop)
+        except OtherSettings:
+            _tell(name, stop_server(self._runs[name]))
+            return start_server(self._runs[name], stop=self._stop)
 
 
 def _tell(name: str, lines: Sequence[str]) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 from eyas import fs
 from eyas.data.read import source_files
 from eyas.drafter.published import folder_digest
-from eyas.engine.drafting import find_drafting, find_profile, serving_kind, serving_run
+from eyas.engine.drafting import SERVING, find_drafting, find_profile, serving_kind, serving_run
+from eyas.engine.server import end_left
 from eyas.errors import VerificationFailed
 from eyas.evaluate import parity
-from eyas.evaluate.again import Exchange
+from eyas.evaluate.again import REPLAY, Exchange
 from eyas.evaluate.bench import Bench
 from eyas.evaluate.figures import WITH, WITHOUT, Unit, acceptance_of, summary
-from eyas.evaluate.journal import Journal
+from eyas.evaluate.journal import JOURNAL, Journal
 from eyas.evaluate.load import Load
 from eyas.evaluate.pool import Pool, pool
 from eyas.progress import Progress, say
@@ -51,8 +52,13 @@ def inputs(run: Run) -> Inputs:
 
 
 def discard(run: Run) -> None:
+    """Remove what was measured. The state of a server that users are served by lies in the same folder and stays."""
+    end_left(run, SERVING)
     fs.remove(run.dir / FILE)
-    remove_tree(run.dir / "serving")
+    fs.remove(run.dir / SERVING / JOURNAL)
+    folder = run.dir / SERVING
+    for made in (folder / WITHOUT, folder / WITH, *folder.glob(f"{REPLAY}*")):
+        remove_tree(made)
 
 
 def execute(run: Run) -> Result:
@@ -81,7 +87,7 @@ class _Measurement:
         self._parity = parity.choose_prompts(self._bench.sets, self._table.parity_prompts) if self._has_parity else None
         exported = load_record(run.dir, "export")
         key = inputs(run) | {"prompts": self._bench.sets.digest, "export": exported.output if exported else ""}
-        self._journal = Journal(run.dir / "serving" / "journal.jsonl", fs.digest_json(key))
+        self._journal = Journal(run.dir / SERVING / JOURNAL, fs.digest_json(key))
 
     @property
     def _has_parity(self) -> bool:
@@ -89,7 +95,7 @@ class _Measurement:
 
     def figures(self) -> dict[str, Any]:
         runs = {
-            name: serving_run(self._run, drafting, folder=f"serving/{name}")
+            name: serving_run(self._run, drafting, folder=f"{SERVING}/{name}")
             for name, drafting in ((WITHOUT, None), (WITH, self._drafting))
         }
         units = list(self._units())

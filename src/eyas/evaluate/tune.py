@@ -21,10 +21,10 @@ from eyas import fs
 from eyas.engine.choices import Choices, Configuration, combine, configurations, profile_of
 from eyas.engine.drafting import SERVING, find_drafting, serving_kind, serving_run, tuned_profile
 from eyas.engine.profile import load_profile
-from eyas.engine.state import load_state
+from eyas.engine.state import ServerState, load_state
 from eyas.errors import EngineError, RecipeError
 from eyas.evaluate.bench import Bench
-from eyas.evaluate.journal import Journal
+from eyas.evaluate.journal import JOURNAL, Journal
 from eyas.evaluate.pool import Pool, pool
 from eyas.evaluate.serving import PROFILE, inputs
 from eyas.evaluate.tuned import Candidate, Tuned
@@ -56,7 +56,7 @@ class _Tuning:
         left_out = ("serving.profile", "serving.repeats", PROFILE)  # the base is part of the key
         key = {name: value for name, value in inputs(run).items() if name not in left_out}
         key |= {"prompts": self._bench.sets.digest, "choices": choices.model_dump(), "streams": streams}
-        self._journal = Journal(self._folder / "journal.jsonl", fs.digest_json(key | {"base": self._base.model_dump()}))
+        self._journal = Journal(self._folder / JOURNAL, fs.digest_json(key | {"base": self._base.model_dump()}))
         found, self._complete = configurations(choices, most)
         made = [self._candidate(configuration) for configuration in found]
         self._candidates = [candidate for candidate in made if candidate]
@@ -66,8 +66,9 @@ class _Tuning:
             )
         if len(self._candidates) < 2:
             raise RecipeError(f"{choices.name} leaves one configuration", expected="several, to choose from")
-        self._spent_s, self._visits = 0.0, 0
-        self._starting_s, self._starts = 0.0, 0  # of it, in passes that waited for a server
+        self._passing_s, self._visits = 0.0, 0
+        self._starting_s, self._starts = 0.0, 0  # of servers for passes that waited for them
+        self._failing_s, self._fails = 0.0, 0  # of configurations that can't be served
         self._number, self._over = 0, False
 
     def go(self) -> Tuned:
@@ -105,12 +106,6 @@ class _Tuning:
         first = self._candidates[0]
         while left and not self._over:
             self._round(servers, [first, *left])
-            if first.fault:
-                raise EngineError(
-                    f"{first.configuration.text}: it can't be served: {first.fault}",
-                    expected="the settings that are served without tuning to work",
-                    next=f"mend [serving], then: {self._run.command('tune', '--redo')}",
-                )
             ranked = self._ranked(left)
             left = ranked if self._over else ranked[: math.ceil(len(ranked) / 2)]
             if len(left) <= 1:
@@ -153,20 +148,20 @@ class _Tuning:
             candidates, key=lambda one: (one.name not in living, math.inf if one is first else one.score(first))
         )
         for one in candidates:
-            one.fault = one.fault or self._journal.get({"fault": one.configuration.places}) or ""
+            places = {"configuration": one.configuration.places, "round": number}
+            if any(self._journal.get(places | {"repeat": repeat}) is None for repeat in repeats):
+                self._recall_fault(one)
         todo = [(repeat, one) for repeat in repeats for one in order]
         if len(order) > room:
             todo = [(repeat, one) for one in order for repeat in repeats]
         for repeat, one in todo:
-            if one.fault:
-                continue
             unit = {"configuration": one.configuration.places, "round": number, "repeat": repeat}
             result = self._journal.get(unit)
-            if result is None:
+            if result is None and not one.fault:
                 result = self._visit(servers, order, one, unit)
             if result is not None:
-                self._spent_s, self._visits = self._spent_s + result["seconds"], self._visits + 1
                 start_s = result.get("start_s", 0.0)  # a journal from before it was told
+                self._passing_s, self._visits = self._passing_s + result["seconds"] - start_s, self._visits + 1
                 self._starting_s, self._starts = self._starting_s + start_s, self._starts + (start_s > 0)
                 one.rounds.setdefault(number, []).append(result["tokens_per_s"])
                 one.figures += result["figures"]
@@ -176,7 +171,7 @@ class _Tuning:
     ) -> dict[str, Any] | None:
         """One pass over all sets; None where the time is over, or it can't be served."""
         needed = one is self._candidates[0] and not one.rounds  # the others are told by it
-        if self._visits and self._spent_s + self._likely_s(servers, one) > self._budget_s and not self._over:
+        if self._spent_s + self._likely_s(servers, one) > self._budget_s and not self._over:
             self._over = True
             say(f"tune: {duration(self._spent_s)} of {duration(self._budget_s)} are used; no more is begun")
         if self._over and not needed:
@@ -185,21 +180,18 @@ class _Tuning:
         servers.add({each.name: each.run for each in order})
         failed = servers.prepare([each.name for each in order if not each.fault])
         for each in order:
-            if each.name in failed:
-                self._fail(each, failed[each.name])
-        if one.fault:
-            return None
+            if each.name in failed and each is not one:  # they started together: the time is this pass's
+                self._fail(each, failed[each.name], 0.0)
         try:
+            if one.name in failed:
+                raise failed[one.name]
             state = servers.get(one.name)
+            ready = time.monotonic()
+            figures = self._measure(state, one, unit)
         except EngineError as error:
-            self._fail(one, error)
+            servers.drop(one.name)
+            self._fail(one, error, time.monotonic() - began)
             return None
-        ready = time.monotonic()
-        self._bench.warm_up(state, [self._streams])
-        figures = [
-            self._bench.measure(state, name, self._streams, one.drafting.drafts, fs.digest_json([unit, name])).figures()
-            for name in self._bench.sets.sets
-        ]
         rate = sum(each["tokens"] for each in figures) / math.fsum(each["wall_s"] for each in figures)
         say(f"tune: round {unit['round'] + 1}: {one.configuration.text}: {rate:,.1f} tokens/s")
         result = {"tokens_per_s": round(rate, 3), "figures": figures, "seconds": round(time.monotonic() - began, 2)}
@@ -207,17 +199,52 @@ class _Tuning:
         self._journal.add(unit, result)
         return result
 
+    def _measure(self, state: ServerState, one: Candidate, unit: dict[str, Any]) -> list[dict[str, Any]]:
+        self._bench.warm_up(state, [self._streams])
+        return [
+            self._bench.measure(state, name, self._streams, one.drafting.drafts, fs.digest_json([unit, name])).figures()
+            for name in self._bench.sets.sets
+        ]
+
+    @property
+    def _spent_s(self) -> float:
+        return self._passing_s + self._starting_s + self._failing_s
+
     def _likely_s(self, servers: Pool, one: Candidate) -> float:
         """What its next pass will take: a pass as they were so far, and a start where its server is not up. All that
         live at once start together, in the first pass, and it would make the others look as long as itself."""
-        passing = (self._spent_s - self._starting_s) / self._visits
-        start = 0.0 if one.name in servers.living or not self._starts else self._starting_s / self._starts
+        passing = self._passing_s / self._visits if self._visits else 0.0
+        waits = self._starts + self._fails
+        start = 0.0 if one.name in servers.living or not waits else (self._starting_s + self._failing_s) / waits
         return passing + start
 
-    def _fail(self, one: Candidate, error: EngineError) -> None:
+    def _fail(self, one: Candidate, error: EngineError, seconds: float) -> None:
+        """Leave it out from now on: its server doesn't start, or failed in a pass.
+
+        Raises: EngineError where it is the first configuration; that is tried again by the next call.
+        """
+        text = one.configuration.text
+        if one is self._candidates[0]:
+            raise EngineError(
+                f"{text}: it can't be served: {error.seen}",
+                expected="the settings that are served without tuning to work",
+                cause=error.cause,
+                next=f"mend that, or [serving], then: {self._run.command('tune')}   # what is measured is kept",
+            ) from error
         one.fault = error.seen.splitlines()[0]
+        self._count_failure(seconds)
+        self._journal.add({"failing_s": one.configuration.places}, round(seconds, 2))
         self._journal.add({"fault": one.configuration.places}, one.fault)
-        say(f"tune: {one.configuration.text}: it can't be served: {one.fault}")
+        say(f"tune: {text}: it can't be served: {one.fault}")
+
+    def _recall_fault(self, one: Candidate) -> None:
+        """What an earlier call found of it."""
+        if not one.fault and one is not self._candidates[0]:
+            one.fault = self._journal.get({"fault": one.configuration.places}) or ""
+            self._count_failure(self._journal.get({"failing_s": one.configuration.places}) or 0.0)
+
+    def _count_failure(self, seconds: float) -> None:
+        self._failing_s, self._fails = self._failing_s + seconds, self._fails + (seconds > 0)
 
     def _write(self, best: Candidate) -> Tuned:
         """The best as a profile, with its evidence."""

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.cpu import torch_threads
 from eyas.drafter.align import IntArray, align
 from eyas.drafter.pack import Pack, index_pack
 from eyas.store.reader import StoreReader
 from eyas.tap.encode import decode
-from eyas.threads import torch_threads
 from eyas.train.argmax import TargetArgmax
 from eyas.train.batch import Schedule, StepPlan
 from eyas.train.parallel import Parallel

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from eyas.cpu import number_type
 from eyas.drafter.eagle3 import Drafter
-from eyas.errors import TrainError
 from eyas.settings import Train
 
 
@@ -32,6 +33,37 @@ class MuonAndAdamW(torch.optim.Optimizer):
             part.step()
 
 
+class Float32Muon(torch.optim.Muon):
+    """Muon whose products are float32: torch's (2.13, optim/_muon.py) are bfloat16 whatever the weights are."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                mean = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
+                update = _orthogonal(weight.grad.lerp(mean, momentum), group)
+                weight.mul_(1 - lr * group["weight_decay"])
+                weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape)) * lr)
+
+
+def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
+    """Newton-Schulz: the same singular vectors, singular values near 1."""
+    a, b, c = group["ns_coefficients"]
+    tall = update.size(0) > update.size(1)
+    found = update.T if tall else update
+    found = found / found.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
 def step_unless(held: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """One step, or none at all where `held` (float32 scalar on the device) is 1: no weight, moment or count changes.
 
@@ -46,25 +78,18 @@ def step_unless(held: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_optimizer(drafter: Drafter, table: Train) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the fp32 masters that are trained; norms are not decayed.
-
-    Raises: TrainError where this torch has no Muon.
-    """
+    """The recipe's optimizer over the fp32 masters that are trained; norms are not decayed."""
     trained = [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
     matrices = [parameter for _, parameter in trained if parameter.dim() > 1]
     norms = [parameter for _, parameter in trained if parameter.dim() <= 1]
     if table.optimizer == "adamw":
         return _adamw(matrices, norms, table)
-    if not hasattr(torch.optim, "Muon"):
-        raise TrainError(
-            f'train.optimizer = "muon", but torch {torch.__version__} has none',
-            expected="torch 2.9 or later",
-            next="pip install -U torch, or --set train.optimizer=adamw",
-        )
     # An output head is no map between states: its rows are tokens of very different frequency (Muon's own advice).
     head = [parameter for name, parameter in trained if name.startswith("lm_head.")]
     hidden = [parameter for name, parameter in trained if parameter.dim() > 1 and not name.startswith("lm_head.")]
-    muon = torch.optim.Muon(hidden, lr=table.lr, weight_decay=table.weight_decay, adjust_lr_fn="match_rms_adamw")
+    fast = number_type(torch.bfloat16, hidden[0].device) == torch.bfloat16
+    kind = torch.optim.Muon if fast else Float32Muon
+    muon = kind(hidden, lr=table.lr, weight_decay=table.weight_decay, adjust_lr_fn="match_rms_adamw")
     return MuonAndAdamW(muon, _adamw(head, norms, table))
 
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from eyas import checkpoint, fs
+from eyas.cpu import number_type
 from eyas.data.tokens import Tokens
 from eyas.drafter.eagle3 import Drafter
 from eyas.drafter.pack import group
-from eyas.drafter.saved import newest, step_of
+from eyas.drafter.saved import newest, read_shape, step_of
 from eyas.drafter.target import load_target_head
 from eyas.drafter.walk import Acceptance, replay
 from eyas.errors import Interrupted, TrainError
@@ -47,7 +48,7 @@ from eyas.train.ranks import launched
 from eyas.train.step import Learner
 from eyas.train.watch import Anomaly, Meter, StepSums, Watch
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Trainer:
@@ -58,7 +59,10 @@ class Trainer:
         parallel.refuse_idle(self.table.accumulation, run.command("train"))
         fusing.enable(self.table.compile)
         make_deterministic(self.table.deterministic)
-        self.dtype = torch.bfloat16 if self.table.precision == "bf16" else torch.float32
+        asked = torch.bfloat16 if self.table.precision == "bf16" else torch.float32
+        self.dtype = number_type(asked, self.device)
+        if self.dtype != asked and parallel.leads:
+            say("train: float32 in the place of train.precision bf16, in which this CPU is slow")
         target = load_target(run.recipe.target)
         self.reader = StoreReader(run.store_url)
         self.reader.check_target(
@@ -189,6 +193,13 @@ class Trainer:
                 f"{folder} was trained with other inputs: {change}",
                 cause="the recipe, the target or the store changed while training was unfinished",
                 next=f"{self.run.command('train', '--redo')}   # starts again; or undo the change to go on",
+            )
+        if read_shape(folder) != self.drafter.config:
+            raise TrainError(
+                f"{folder} has a drafter of another shape: {read_shape(folder)}",
+                expected=f"{self.drafter.config}, by the recipe and the target",
+                cause="another version of Eyas began this training",
+                next=f"{self.run.command('train', '--redo')}   # starts again",
             )
         load_checkpoint(folder, self.drafter, self.optimizer, self.parallel)
         self.patience = Patience(self.table.patience, **state.get("patience", {}))
