@@ -18,8 +18,8 @@ def doctor(
     with_drafter: WithDrafter = False,
     pid: Annotated[int, typer.Option("--pid", help="Look at this process and its children instead.")] = 0,
 ) -> None:
-    """Say what a run's server is doing, or what would stop it from starting, and what to try next. Exit code 1: a
-    cause was found. It changes nothing and ends nothing.
+    """Say what a run's server is doing, or what would stop it from starting, and what to try next. Exit code 1:
+    something is wrong. It changes nothing and ends nothing.
     """
     from eyas.engine.causes import findings
     from eyas.engine.diagnose import evidence_lines, examine_pid, finding_lines

@@ -1,4 +1,4 @@
-"""Where the tap sits in SGLang: three methods of an unchanged server, wrapped.
+"""Where the tap sits in SGLang: four methods of an unchanged server, wrapped.
 
 `ModelRunner.load_model`: afterwards auxiliary layers are set and read back, before graphs are captured.
 `ForwardBatch.init_new(batch, model_runner, ...)`: afterwards the lengths of the prompts are noted on what it returns;
