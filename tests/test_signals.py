@@ -1,14 +1,17 @@
 """The first signal is noted, the second ends the process, and handlers come back."""
 
+import io
 import os
 import pty
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from eyas.progress import say
 from eyas.signals import stop_on_signals
 
 
@@ -21,7 +24,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_first_signal_is_noted_and_the_second_acts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_signal_is_noted_and_the_second_acts(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), stop_on_signals("this step") as stop:
         assert stop.signum is None
@@ -29,7 +32,30 @@ def test_first_signal_is_noted_and_the_second_acts(capsys: pytest.CaptureFixture
         assert stop.signum == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-    assert "SIGTERM: finishing this step, then stopping" in capsys.readouterr().err
+    assert "SIGTERM: finishing this step, then stopping" in capfd.readouterr().err
+
+
+class Interrupting(io.RawIOBase):
+    """Standard error during whose first write a signal comes."""
+
+    written = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.written:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.written += len(data)
+        return len(data)
+
+
+def test_a_signal_that_comes_amid_a_line_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handler says so, while the buffer of standard error is in use."""
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(Interrupting()), line_buffering=True))
+    with stop_on_signals("this step") as stop:
+        say("a line")
+    assert stop.signum == signal.SIGTERM
 
 
 CLOSED = """
@@ -41,14 +67,14 @@ with stop_on_signals("this step") as stop:
     say("begun")
     deadline = time.monotonic() + 30
     while stop.signum is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+        say("working")  # also at the very moment
     say("finishing"), print("finishing", flush=True)
     Path(sys.argv[1]).write_text(str(stop.signum))
 """
 
 
 def test_work_is_finished_when_the_terminal_is_closed(tmp_path: Path) -> None:
-    """A real terminal: after it is gone, whatever is written to it is an error."""
+    """A real terminal, which takes no more once its buffer is full: closed, it makes an error of what is written."""
     file = tmp_path / "finished"
     pid, terminal = pty.fork()
     if pid == 0:

@@ -4,6 +4,7 @@ Stages say how far they are; this module alone knows how it is shown.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -37,6 +38,14 @@ def say(text: str) -> None:
     if _hushed:
         return
     Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def say_at_once(text: str) -> None:
+    """The same from a signal handler, which may have come amid a line that is being written: past the buffer, in which
+    Python would raise RuntimeError."""
+    if not _hushed:
+        with suppress(OSError):
+            os.write(2, f"{text}\n".encode())
 
 
 class Progress:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from eyas.progress import say
+from eyas.progress import say_at_once
 
 
 class Stop:
@@ -44,7 +44,7 @@ def stop_on_signals(finishing: str, *, forwarded: bool = False) -> Iterator[Stop
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if forwarded else handler)
         again = "" if forwarded else "; once more to stop at once"
-        say(f"{signal.Signals(signum).name}: finishing {finishing}, then stopping{again}")
+        say_at_once(f"{signal.Signals(signum).name}: finishing {finishing}, then stopping{again}")
 
     try:
         for number in before:
