@@ -134,12 +134,24 @@ def test_what_is_deployed_can_be_read_back(deployable: Run, kind: str, tmp_path:
     if kind == "sglang":
         assert 'A=100% $x "y"' in ran.stdout.splitlines()
         assert 'Environment="A=100%% $x \\"y\\""' in made.unit
+        assert 'ENV A="100% \\$x \\"y\\""' in made.dockerfile.splitlines()
     entry = json.loads(made.dockerfile.rpartition("ENTRYPOINT ")[2])
     assert str(tmp_path) not in " ".join(entry) and "/model" in entry and "0.0.0.0" in entry
     paths = {str(deployable.export_dir): "/drafter", str(tiny_target): "/model", "127.0.0.1": "0.0.0.0"}
     for ours, theirs in paths.items():
         said = [word.replace(ours, theirs) for word in said]
     assert entry == said, "the same words, with the image's paths"
+
+
+def test_an_earlier_drafter_leaves_nothing_beside_the_new_one(deployable: Run, tmp_path: Path) -> None:
+    earlier = tmp_path / "deploy/drafter/model.safetensors.index.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("of a sharded drafter")
+    (tmp_path / "deploy/notes.txt").write_text("the user's own")
+    deployment(deployable, "sglang").write(tmp_path / "deploy")
+    assert [path.name for path in (tmp_path / "deploy/drafter").iterdir()] == ["config.json"]
+    names = ["Dockerfile", "drafter", "eyas-drafter.service", "notes.txt", "serve.sh"]
+    assert sorted(path.name for path in (tmp_path / "deploy").iterdir()) == names
 
 
 def test_the_image_is_published_where_serving_host_says(deployable: Run) -> None:

@@ -198,6 +198,17 @@ def test_a_journal_that_tells_no_starts_is_gone_on_from(go: Any, tiny_run: Run, 
     assert not world.asked, "all is in the journal"
 
 
+def test_a_journal_that_tells_a_fault_without_its_time_is_gone_on_from(go: Any, tiny_run: Run, tmp_path: Path) -> None:
+    first = go(Pretended({"drafts 5": 130.0}, broken=("drafts 4",)), choices(tmp_path, DRAFTS))
+    journal = tiny_run.dir / "tune/journal.jsonl"
+    told = journal.read_text()
+    journal.write_text(re.sub(r'\{"seen":("[^"]*"),"seconds":[0-9.]+\}', r"\1", told))
+    assert journal.read_text() != told
+    world = Pretended({})
+    assert go(world, choices(tmp_path, DRAFTS)).evidence["configurations"] == first.evidence["configurations"]
+    assert not world.asked and not world.starts
+
+
 def test_the_time_is_kept_and_more_minutes_go_further(go: Any, tmp_path: Path) -> None:
     """One pass takes a minute here."""
     world = Pretended({"drafts 5": 130.0})

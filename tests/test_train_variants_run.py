@@ -7,6 +7,7 @@ import torch
 from helpers_train import capture_run, copy_of, losses, weights
 
 from eyas.drafter.target import load_target_head
+from eyas.errors import TrainError
 from eyas.stages import run_stage
 from eyas.target import load_target
 from eyas.train import trainer as trainer_module
@@ -103,3 +104,17 @@ def test_a_frozen_head_is_the_targets_rows(captured: Path, tmp_path: Path) -> No
     head = load_target_head(load_target(run.recipe.target), torch.float32, torch.device("cpu"))
     assert torch.equal(trained["lm_head.weight"], head.lm_head[trained["t2d"]])
     assert record.counts["lm_head"] == "frozen, the target's rows"
+
+
+def test_a_checkpoint_of_another_shape_is_not_gone_on_from(
+    captured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that another version of Eyas made from the same inputs, and that no tensor tells apart."""
+    run = copy_of(captured, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(6, patch)
+        run_stage(run, "train")
+    (kept,) = run.train_dir.glob("step-*/drafter.json")
+    kept.write_text(kept.read_text().replace('"rope_scaling": null', '"rope_scaling": {"rope_type": "dynamic"}'))
+    with pytest.raises(TrainError, match=r"rope_scaling was .*dynamic.* and is now absent"):
+        run_stage(run, "train")

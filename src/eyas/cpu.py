@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 # torch's names for CPUs without instructions for products in bfloat16, such as AVX2 ones. Two cores of an AVX2-only
-# EPYC, torch 2.13: 16 GFLOP/s where float32 makes 134, and Muon's products 3; the demo's capture made 60 and 500
-# tokens/s.
+# EPYC, torch 2.13: 16 GFLOP/s where float32 makes 134, and Muon's products 3; the demo's capture made 29 to 73 and
+# 440 to 530 tokens/s.
 _SLOW = ("DEFAULT", "NO AVX", "AVX2")
 
 

@@ -8,6 +8,8 @@ from types import FrameType
 
 from eyas.progress import say_at_once
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 class Stop:
     """Whether a signal asked this process to stop.
@@ -32,7 +34,7 @@ def stop_on_signals(finishing: str, *, forwarded: bool = False) -> Iterator[Stop
             of the process where it stops.
     """
     stop = Stop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     if before[signal.SIGHUP] is signal.SIG_IGN:
         del before[signal.SIGHUP]
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]

@@ -15,6 +15,7 @@ from eyas.engine.find import find_engine
 from eyas.engine.kinds import KINDS
 from eyas.engine.launch import Launch
 from eyas.run import Run
+from eyas.stages import remove_tree
 from eyas.target import Target, load_target
 
 _PORTS = {"sglang": 30000, "vllm": 8000}
@@ -57,13 +58,13 @@ class Deployment:
     def write(self, folder: Path) -> None:
         """The files, and a copy of the drafter as `drafter/`, in the place of an earlier one."""
         partial = folder / f"{fs.PARTIAL_PREFIX}drafter"
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial)
         shutil.copytree(self.drafter, partial)  # makes `folder` too
         for name, content in self.files.items():
             (folder / name).write_text(content, encoding="utf-8")
         (folder / "serve.sh").chmod(0o755)
-        shutil.rmtree(folder / "drafter", ignore_errors=True)
-        partial.rename(folder / "drafter")
+        remove_tree(folder / "drafter")
+        fs.commit_folder(partial, folder / "drafter")
 
 
 def deployment(run: Run, kind: Kind) -> Deployment:

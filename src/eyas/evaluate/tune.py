@@ -233,15 +233,18 @@ class _Tuning:
             ) from error
         one.fault = error.seen.splitlines()[0]
         self._count_failure(seconds)
-        self._journal.add({"failing_s": one.configuration.places}, round(seconds, 2))
-        self._journal.add({"fault": one.configuration.places}, one.fault)
+        self._journal.add({"fault": one.configuration.places}, {"seen": one.fault, "seconds": round(seconds, 2)})
         say(f"tune: {text}: it can't be served: {one.fault}")
 
     def _recall_fault(self, one: Candidate) -> None:
         """What an earlier call found of it."""
-        if not one.fault and one is not self._candidates[0]:
-            one.fault = self._journal.get({"fault": one.configuration.places}) or ""
-            self._count_failure(self._journal.get({"failing_s": one.configuration.places}) or 0.0)
+        found = self._journal.get({"fault": one.configuration.places})
+        if found is None or one.fault or one is self._candidates[0]:
+            return
+        if isinstance(found, str):  # a journal from before its seconds were told
+            found = {"seen": found, "seconds": 0.0}
+        one.fault = found["seen"]
+        self._count_failure(found["seconds"])
 
     def _count_failure(self, seconds: float) -> None:
         self._failing_s, self._fails = self._failing_s + seconds, self._fails + (seconds > 0)

@@ -6,9 +6,9 @@ number of threads and processes, and at the same samples with any other.
 """
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from eyas.errors import Interrupted, TrainError
 from eyas.progress import Progress, say
 from eyas.record import Inputs, Record, changed_input
 from eyas.run import Run
-from eyas.signals import Stop, stop_on_signals
+from eyas.signals import SIGNALS, Stop, stop_on_signals
 from eyas.stages import Result
 from eyas.store.reader import StoreReader
 from eyas.target import load_target
@@ -47,8 +47,6 @@ from eyas.train.patience import Patience
 from eyas.train.ranks import launched
 from eyas.train.step import Learner
 from eyas.train.watch import Anomaly, Meter, StepSums, Watch
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Trainer:
@@ -184,7 +182,9 @@ class Trainer:
         if folder is None:
             return None
         state = read_state(folder)
-        change = changed_input(Record("train", state["inputs"], "", {}, 0), self.inputs)
+        # The shape too: another version of Eyas may have made another one from the same inputs.
+        begun = Record("train", state["inputs"] | asdict(read_shape(folder)), "", {}, 0)
+        change = changed_input(begun, self.inputs | asdict(self.drafter.config))
         step = int(state["step"])
         if not change and state["samples"] != self.schedule.samples_before(step):
             change = f"{state['samples']:,} samples in {step} steps are now {self.schedule.samples_before(step):,}"
@@ -193,13 +193,6 @@ class Trainer:
                 f"{folder} was trained with other inputs: {change}",
                 cause="the recipe, the target or the store changed while training was unfinished",
                 next=f"{self.run.command('train', '--redo')}   # starts again; or undo the change to go on",
-            )
-        if read_shape(folder) != self.drafter.config:
-            raise TrainError(
-                f"{folder} has a drafter of another shape: {read_shape(folder)}",
-                expected=f"{self.drafter.config}, by the recipe and the target",
-                cause="another version of Eyas began this training",
-                next=f"{self.run.command('train', '--redo')}   # starts again",
             )
         load_checkpoint(folder, self.drafter, self.optimizer, self.parallel)
         self.patience = Patience(self.table.patience, **state.get("patience", {}))
@@ -210,14 +203,14 @@ class Trainer:
         """One optimizer step, and the signal that any process got until then."""
         ids = [self.reader.rows.id(row) for samples in plan.rows for row in samples]
         lr = learning_rate(plan.number, self.schedule.steps, self.table)
-        said = [int(stop.signum == number) for number in _SIGNALS]
+        said = [int(stop.signum == number) for number in SIGNALS]
         count = plan.count(self.parallel.world)
 
         def guard(loss: Tensor, norm: Tensor) -> Tensor:
             return self.watch.guard(plan.number, loss, norm, ids)
 
         done = self.learner.step(rows, count, lr, plan.tokens, guard, said)
-        return done.sums, next((number for number, times in zip(_SIGNALS, done.said, strict=True) if times), None)
+        return done.sums, next((number for number, times in zip(SIGNALS, done.said, strict=True) if times), None)
 
     def _refuse_anomaly(self, anomaly: Anomaly | None) -> None:
         """Save the weights as they were before the bad step, and name the samples that made it."""
