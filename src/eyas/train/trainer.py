@@ -182,9 +182,10 @@ class Trainer:
         if folder is None:
             return None
         state = read_state(folder)
-        # The shape too: another version of Eyas may have made another one from the same inputs.
-        begun = Record("train", state["inputs"] | asdict(read_shape(folder)), "", {}, 0)
-        change = changed_input(begun, self.inputs | asdict(self.drafter.config))
+        change = changed_input(Record("train", state["inputs"], "", {}, 0), self.inputs)
+        if not change:  # another version of Eyas may have made another shape of the same inputs
+            begun = Record("train", asdict(read_shape(folder)), "", {}, 0)
+            change = changed_input(begun, asdict(self.drafter.config))
         step = int(state["step"])
         if not change and state["samples"] != self.schedule.samples_before(step):
             change = f"{state['samples']:,} samples in {step} steps are now {self.schedule.samples_before(step):,}"
